@@ -53,6 +53,13 @@ LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed-$(shell echo $(LIBRARIES) $(HERE
 TASKSETS_STAMP := $(TASKSETS_VENV)/.installed-$(shell echo $(TASKSETS) $(HERE) | cksum | cut -d' ' -f1)
 OPENENV_STAMP := $(OPENENV_VENV)/.installed-$(shell echo $(OPENENV) $(HERE) | cksum | cut -d' ' -f1)
 
+# torch for CUDA on libraries that pretend a GPU, in the releases of constraints-gpu.txt.
+FAKE_CARD_PYTHON ?= $(shell for python in python3.12 $(PYTHON) $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$python && break; done)
+FAKE_CARD_VENV := .venv-fake-card
+FAKE_CARD_STAMP := $(FAKE_CARD_VENV)/.installed-$(HERE)
+FAKE_CARD_LIBRARIES := $(FAKE_CARD_VENV)/.libraries-$(HERE)
+
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
 # Bytecode is kept, whatever the user's shell says: the tests' own takes seconds to make, in each process that reads it.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest
@@ -66,7 +73,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm test-fake-card demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
 
 help: # list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -232,6 +239,13 @@ test-short-world: $(TEST_STAMP)
 test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a result; without a GPU each is skipped
 	@$(VENV)/bin/python -m tests.gpu.run
 
+# Not in continuous integration: it needs 2.4 GB of packages. The card's own checks come first, as nothing else means
+# anything without them.
+test-fake-card: $(FAKE_CARD_LIBRARIES) # the code for GPUs on torch for CUDA, with a pretended GPU; installs that torch first
+	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
+	@[ ! -f $(FAKE_CARD_VENV)/missing ] || echo "[fake-card] skipped for want of a package: $$(cat $(FAKE_CARD_VENV)/missing)"
+	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card $(PYTEST_ARGUMENTS)
+
 test-vllm: $(TEST_STAMP) $(VLLM_STAMP) # runs of real vLLM engines on CPUs
 	@$(PYTEST) tests/functional -m "vllm and not slow" $(PYTEST_ARGUMENTS)
 
@@ -246,7 +260,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) $(TASKSETS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) $(TASKSETS_VENV) $(FAKE_CARD_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
@@ -296,6 +310,18 @@ $(OTHER_STAMP): $(STAMP)
 	@rm -rf $(OTHER_VENV)
 	@$(PIP_INSTALL) --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_$(shell uname -m) --target $(OTHER_VENV)/site megatron-core==$(OTHER_MEGATRON)
+	@touch $@
+
+$(FAKE_CARD_STAMP): pyproject.toml constraints-gpu.txt tests/fake_card/install.py
+	@[ -n "$(FAKE_CARD_PYTHON)" ] || { echo "[fake-card] error: no Python 3.12 with the modules venv and ensurepip is" \
+		"found; name one: make test-fake-card FAKE_CARD_PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "[fake-card] torch for CUDA without NVIDIA's packages, Megatron-Core and this project (2.4 GB, some minutes)"
+	@$(FAKE_CARD_PYTHON) -m tests.fake_card.install $(FAKE_CARD_VENV) --torch-arguments='$(TORCH_PIP_ARGUMENTS)'
+	@touch $@
+
+$(FAKE_CARD_LIBRARIES): $(FAKE_CARD_STAMP) tests/fake_card/build.py $(wildcard tests/fake_card/libraries/*)
+	@echo "[fake-card] the libraries that pretend a GPU"
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.build --headers $(FAKE_CARD_VENV)/headers/nvidia/cu13/include
 	@touch $@
 
 # Without what they depend on: all of that is in .venv, in the releases of constraints.txt.

@@ -156,7 +156,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "saw_tooth": Fault(
         "a gap that a restart resets every 7 steps",
-        "what a restart of the engine resets",
+        "a restart of the engine resets the cause",
         Scene(spread=CALM),
         changed=_in_a_cycle,
     ),

@@ -21,8 +21,8 @@ CHUNK_BYTES = 2**18
 Place = tuple[str, int, int]
 """A range of a file: name of the file, first byte, number of bytes."""
 _LARGE_BYTES = 2**14
-"""A read of at least this size reads a tensor's data. The skipped header before the data is small, and is then read for
-the checksum."""
+"""Least size of a read of tensor data. If bytes before it were skipped, they are only a small header, which is
+then read for the checksum."""
 
 
 class HashingReader(io.RawIOBase):
@@ -95,10 +95,10 @@ class HashingReader(io.RawIOBase):
 
 
 class PartsRead:
-    """The parts of a folder's files that `files.json` lists, and the parts among them that were read and found damaged.
+    """Parts of a folder's files (one per tensor) with their checksums of `files.json`, to be compared while reading.
 
     Attributes:
-        has_unlisted: Whether bytes were read that are not a listed part, so that they could not be compared.
+        has_unlisted: Whether bytes were read for which `files.json` has no checksum, so that they were not compared.
     """
 
     def __init__(self, folder: Path, parts: Mapping[Place, Part]):
@@ -108,7 +108,7 @@ class PartsRead:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """Return the parts of a folder. None if `files.json` is missing, or damaged, which other code reports."""
+        """Return the parts of a folder. None if `files.json` is missing or damaged. Other code reports the damage."""
         if not (folder / INVENTORY_FILE_NAME).is_file():
             return None
         try:
@@ -128,7 +128,7 @@ class PartsRead:
         return place in self._parts
 
     def compare(self, place: Place, checksum: str) -> None:
-        """Compare the checksum of a range that was read with the checksum in `files.json`."""
+        """Compare the checksum of a range of a file, as it was read, with the checksum in `files.json`."""
         if (part := self._parts[place]).checksum != checksum:
             self._damaged.setdefault(place[0], []).append(part.name)
 

@@ -33,7 +33,7 @@ ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {fol
 _BUFFER_BYTES = 2**20
 """Number of bytes of a thread's buffer, small enough to stay in the core's cache for the checksum."""
 _MOST_THREADS = 4
-"""Maximum number of threads of a comparison, since other ranks use the cores too."""
+"""Maximum number of threads that compare files. It is low, since other ranks use the cores too."""
 _RUN_BYTES = 2**25
 """Approximate number of bytes that one thread compares at a time."""
 _MOST_NAMED = 3
@@ -46,7 +46,7 @@ class InventoryError(Exception):
 
 
 class Part(NamedTuple):
-    """Consecutive bytes of a file that hold one tensor: the tensor's name, and the bytes' number and XXH3 in
+    """Consecutive bytes of a file that hold one tensor: name of the tensor, number of bytes, and their XXH3 in
     hexadecimal."""
 
     name: str
@@ -78,7 +78,7 @@ class _Inventory(BaseModel):
 
 _ADAPTER = TypeAdapter(_Inventory)
 _SIZES = TypeAdapter(dict[str, _Size], config=ConfigDict(strict=True))
-"""An earlier form of `files.json`, which has sizes only."""
+"""Type of an earlier form of `files.json`, which has sizes only."""
 
 
 class ChecksumStream:
@@ -161,8 +161,8 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
 def accept_files(folder: Path) -> None:
     """Write a new `files.json` for the files as they are now, without comparing them with the old one.
 
-    A file whose size has not changed keeps its division into parts, so that ranks share its comparison and a report
-    names the damaged tensor.
+    A file of unchanged size is still listed in parts. So ranks can later divide the work of comparing this file, and a
+    report can name the damaged tensor.
 
     Raises:
         OSError: A file cannot be read, or `files.json` cannot be written.
@@ -218,14 +218,14 @@ def read_inventory(folder: Path) -> dict[str, FileEntry]:
         raise InventoryError(f"{path}: damaged: {f'{place}: ' if place else ''}{first['msg']}") from None
     for name, entry in entries.items():
         if entry.parts and sum(part.num_bytes for part in entry.parts) != entry.num_bytes:
-            raise InventoryError(f"{path}: damaged: the parts of {name} are not {entry.num_bytes} bytes")
+            raise InventoryError(f"{path}: damaged: the parts of {name} do not add up to {entry.num_bytes} bytes")
     return entries
 
 
 def check_sizes(folder: Path) -> None:
     """Compare a folder's files with `files.json`: names, sizes, and checksums of files without parts.
 
-    A truncated copy is found this way. `find_damage` compares large files.
+    This detects a truncated copy. Files with parts, which are large, are compared by `find_damage`.
 
     Raises:
         InventoryError: `files.json` is missing or damaged, or a file is missing or differs. The text names the first
@@ -257,7 +257,8 @@ def find_damage(
     Subfolders with another `files.json` are skipped.
 
     Args:
-        share: Index of the share of the bytes to compare, from 0, such as the rank in a job.
+        share: Index of the share of the bytes that this call compares, from 0, such as the rank in a job.
+        num_shares: Number of shares into which the bytes are divided, such as the number of ranks.
         in_parts: True: compare only files with parts. False: only other files, which are small. None: all files.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
@@ -329,8 +330,7 @@ def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
 
 
 def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
-    """Return a line about a file if a run of its pieces is damaged or cannot be read, else None. `outcomes` has the
-    result of each run."""
+    """Return a line about a damaged or unreadable file, else None. `outcomes` has the results of `_compared`."""
     damaged: list[str] = []
     for outcome in outcomes:
         if isinstance(outcome, OSError):

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:
         arguments: Arguments of the command, if another program calls it. None: the arguments of the process. The
-            command then owns the process, and a run ends all processes that it started.
+            command then owns the process: at its end, a run ends all processes that it started.
 
     Returns:
         The exit code. 0: success, or the run was asked to stop and has saved. 1: the run failed. 2: wrong input. 3: NaN
@@ -92,13 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     escape_log_messages()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # no character ends a command
+        sys.stdout.reconfigure(errors="backslashreplace")  # never raises, whatever the terminal can show
     if arguments is not None:
         return _run(arguments, owns_process=False)
     code = EXIT_RUN_FAILED
     try:
         code = _run(sys.argv[1:], owns_process=True)
-    except SystemExit as error:  # a request to stop while there is nothing to save
+    except SystemExit as error:  # raised by a request to stop while there is nothing to save
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     finally:

@@ -75,7 +75,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Problems:
-    """The sums of each set, without repeats."""
+    """The additions (pairs of summands) of each data set. No pair appears twice, not even in different sets."""
 
     validation: list[Problem]
     grpo: list[Problem]
@@ -84,8 +84,8 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Sample and return the sets, one after the other, without repeats. `progress` is called with the number of
-    training sums so far."""
+    """Sample and return the additions of all sets, without repeats. `progress` is called with the number of additions
+    that have been sampled for training."""
     seen: set[tuple[str, ...]] = set()
 
     def draw(name: str, size: int) -> Iterator[Problem]:
@@ -136,7 +136,7 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
     """Add two numbers column by column. Return the working and the answer.
 
     Args:
-        slip: Column with an error, counted from the right, and the number that is added to its sum.
+        slip: Column with an error, counted from 0 at the right, and the number that is added to its sum.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
@@ -148,7 +148,7 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
 
 
 def working(left: str, right: str) -> str:
-    """Return the working of a sum without an error."""
+    """Return the correct working of an addition."""
     return work_out(left, right)[0]
 
 
@@ -168,8 +168,8 @@ def with_a_slip(problem: Problem, chance: Random) -> str:
 
 
 def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object per sum. A random selection, exactly the share `SHARE_WITH_WORKING` of all sums, has the
-    working."""
+    """Return one JSON object per addition, for SFT. The share `SHARE_WITH_WORKING` of the additions, chosen at random,
+    shows the working."""
     count = round(SHARE_WITH_WORKING * len(problems))
     with_working = set(Random(f"{seed} {name}").sample(range(len(problems)), count))
     return [
@@ -179,7 +179,7 @@ def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
 
 
 def as_questions(problems: Sequence[Problem]) -> list[str]:
-    """Return one JSON object per sum, without a completion."""
+    """Return one JSON object per addition, for GRPO: prompt, answer and metadata, but no completion."""
     return [
         json.dumps(
             {
@@ -193,7 +193,7 @@ def as_questions(problems: Sequence[Problem]) -> list[str]:
 
 
 def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object per sum, with the right working and a working with an error."""
+    """Return one JSON object per addition, for DPO, with the right working and a working with an error."""
     chance = Random(f"{seed} {name}")
     return [
         json.dumps(
@@ -208,7 +208,7 @@ def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[st
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Sample the sums and write the files atomically, the manifest last."""
+    """Sample the additions and write the files atomically, the manifest last."""
     problems = draw_problems(parameters, progress)
     contents = (
         as_lines(problems.train, parameters.seed, "train"),
@@ -230,7 +230,7 @@ def is_made(folder: Path, parameters: Parameters) -> bool:
 
 
 def holds(folder: Path, manifest: Callable[[], dict[str, object]]) -> bool:
-    """Return whether the manifest in a folder equals `manifest()`, the manifest of the folder's present files."""
+    """Return whether the manifest file in a folder equals `manifest()`, which is computed from the folder's files."""
     try:
         return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")) == manifest())
     except (OSError, ValueError):
@@ -249,16 +249,20 @@ def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
 def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
     parser = argparse.ArgumentParser(description="Makes the data of the addition demo.")
     parser.add_argument("--output", type=Path, required=True, help="folder to which the files are written")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled sums, 0 or more (default %(default)s)")
-    parser.add_argument("--num-train", type=int, default=30_000, help="number of sums for SFT (default %(default)s)")
     parser.add_argument(
-        "--num-validation", type=int, default=256, help="number of sums to validate with (default %(default)s)"
+        "--seed", type=int, default=0, help="seed of the sampled additions, 0 or more (default %(default)s)"
     )
     parser.add_argument(
-        "--num-grpo-prompts", type=int, default=480, help="number of sums for GRPO (default %(default)s)"
+        "--num-train", type=int, default=30_000, help="number of additions for SFT (default %(default)s)"
     )
     parser.add_argument(
-        "--num-preferences", type=int, default=4000, help="number of pairs for DPO (default %(default)s)"
+        "--num-validation", type=int, default=256, help="number of additions to validate with (default %(default)s)"
+    )
+    parser.add_argument(
+        "--num-grpo-prompts", type=int, default=480, help="number of additions for GRPO (default %(default)s)"
+    )
+    parser.add_argument(
+        "--num-preferences", type=int, default=4000, help="number of response pairs for DPO (default %(default)s)"
     )
     parser.add_argument("--force", action="store_true", help="write the files even if they exist already")
     chosen = parser.parse_args(arguments)
@@ -298,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_progress(what: str, total: int) -> Callable[[int], None]:
-    """Return a function of the number of items done. It shows progress on a terminal, and does nothing elsewhere."""
+    """Return a function to call with the number of items done. It shows progress if standard error is a terminal."""
     if not sys.stderr.isatty():
         return lambda _: None
 

@@ -51,7 +51,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is damaged, refused, or does not fit the run."""
+    """A checkpoint is damaged, not safe to load, or does not fit the run."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -59,13 +59,13 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class DamageFoundError(UserError):
-    """Verified files have changed since they were written. Exit code 1."""
+    """`nemo-rl-moe verify` found files that have changed since they were written. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class RoutesAuditError(UserError):
-    """Audited routes cannot be right. Exit code 1."""
+    """`nemo-rl-moe audit` found routes that cannot be right. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
@@ -125,7 +125,7 @@ class GenerationError(RuntimeError):
 
 
 class RoutingAnomalyError(RuntimeError):
-    """Training replayed routes of other layers, tokens or sequences. Exit code 1."""
+    """Training replayed experts that were captured for other layers, tokens or sequences. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
@@ -135,7 +135,7 @@ class TrainingDivergedError(RuntimeError):
 
     Args:
         message: Description, with the checkpoint from which a run can continue.
-        sample_ids: Samples of the last step.
+        sample_ids: Ids of the samples of the last step.
     """
 
     exit_code = EXIT_DIVERGED
@@ -209,7 +209,7 @@ def json_problem(error: json.JSONDecodeError) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Return a text without the memory addresses of objects, such as `<function score>`."""
+    """Return a text without the memory addresses of objects, such as ` at 0x7f12` in `<function score at 0x7f12>`."""
     return _ADDRESS.sub("", text)
 
 

@@ -25,7 +25,7 @@ _OF_A_TEXT = re.compile(
     r"a|added|and|begin|bos|cls|decoder|each|end|eos|extra|first|generated|image|last|mask|max|min|next|num|pad|per"
     r"|prompt|response|sep|special|start|stop|think|tool|unk|video|vision"
 )
-"""Words before `token` in keys where a token is a piece of a text."""
+"""Words that show, before `token` in a key, that the token is a piece of a text and no secret."""
 _PLACE = re.compile(r"dir|env|files?|folder|path")
 # Limited lengths and fixed beginnings of words keep the time linear in the length of any text. The second slash is
 # optional, since a URL that was converted to a path has one slash.
@@ -42,11 +42,11 @@ _OPENED = re.compile(r"(?<![\w-])(?P<key>[\w-]+)[\"']?\s*[=:]\s*[\[{]")
 
 
 def is_secret(key: str) -> bool:
-    """Return whether a key, by its last part, or an environment variable names a secret."""
+    """Return whether a dotted key (by its last part) or the name of an environment variable names a secret."""
     name = key.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or _PLACE.fullmatch(words[-1]):
-        return False  # the path of a secret is no secret
+        return False  # the key of a path or variable name, such as `token_file`
     before, last = words[-2] if len(words) > 1 else "", words[-1]
     pairs = list(pairwise(words))
     if any(map(_ALWAYS.fullmatch, words)) or ("connection", "string") in pairs:
@@ -100,7 +100,7 @@ def masked_assignment(text: str) -> str:
 
 
 def masks_in(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the full keys of values in which the mask replaces a secret."""
+    """Yield the dotted keys of values in which the mask `***` has replaced a secret."""
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, entry in entries:
         yield from masks_in(entry, f"{key}.{name}" if key else str(name))

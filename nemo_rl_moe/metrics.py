@@ -15,13 +15,13 @@ class Reduction(Enum):
 
     SUM = "sum"
     SHARE = "share"
-    """Values are added. Each is the part of one microbatch or rank in a mean over the trained tokens of a global batch.
-    For several global batches, the result is the mean over all their tokens."""
+    """Values are added, because each is already divided by the number of trained tokens of the global batch: the sum is
+    the mean over these tokens. For several global batches, it is the mean over all their tokens."""
     SEQUENCE_SHARE = "sequence_share"
-    """Like `SHARE`, for a mean over the sequences with trained tokens, or over a fixed number of sequences, such as
-    pairs."""
+    """Like `SHARE`, but each value is divided by the number of sequences with trained tokens, or by a fixed number,
+    such as that of pairs."""
     PART = "part"
-    """Sums that are not logged. Metrics are computed from them, such as from a numerator and a divisor."""
+    """Values are added, but the sum is not logged. Other metrics are computed from it, such as a ratio of two sums."""
     MIN = "min"
     MAX = "max"
 
@@ -89,7 +89,7 @@ class PhaseClock:
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
     def seconds(self, name: str) -> float:
-        """Return the seconds of a phase so far."""
+        """Return the seconds that have been added to a phase so far."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Array shapes in annotations, such as `Float[Tensor, "tokens experts"]`. They work with and without jaxtyping.
 
-So the packages of this project that other training loops use only need torch and numpy.
+So the parts of this package that other training loops use (hooks, audit, metrics) only need torch and numpy.
 """
 
 from typing import TYPE_CHECKING, Any

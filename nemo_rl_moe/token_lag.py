@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_LAG = "token_lag"
-"""Name of the column of a batch."""
+"""Name of the batch column with the lag of each token, in optimizer steps."""
 NO_LAG = -1
-"""Lag and class of a token that no model has sampled."""
+"""Lag and class of lag of a token that no model has sampled, such as a token of a prompt."""
 LOWEST_LAGS = (0, 1, 2, 3, 5)
 LAG_CLASSES = ("0", "1", "2", "3_to_4", "5_or_more")
-"""Names of the classes in metrics."""
+"""Names, in metrics, of the classes of lags: numbers of optimizer steps."""
 
 
 def lag_classes(lags: "Int[Tensor, '*shape']") -> "Int[Tensor, '*shape']":
-    """Return the index of each lag's class in `LAG_CLASSES`, or `NO_LAG`."""
+    """Return the index in `LAG_CLASSES` of the class of each lag. `NO_LAG` stays `NO_LAG`."""
     found = (lags >= 0).int() - 1
     for lowest in LOWEST_LAGS[1:]:
         found += lags >= lowest

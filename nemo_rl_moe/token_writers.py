@@ -8,10 +8,10 @@ import numpy as np
 from nemo_rl_moe.shapes import Bool, Int
 
 TOKEN_WRITERS = "token_writers"
-"""Name of the column of a batch."""
+"""Name of the batch column with the writer of each token, as index in `WRITERS`."""
 PROMPT, CALL, RESULT, ANSWER = range(4)
 WRITERS = ("prompt", "call", "result", "answer")
-"""Names of the classes in files and metrics.
+"""Writers of tokens, by their names in files and metrics.
 
 prompt: tokens before the first sampled token. call: sampled tokens of all responses but the last. result: tokens that
 the environment adds after a response, with the chat template's markup. answer: sampled tokens of the last response.
@@ -19,7 +19,7 @@ the environment adds after a response, with the chat template's markup. answer: 
 
 
 def token_writers(is_sampled: Bool[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"]:
-    """Return the index in `WRITERS` of each token of a sequence."""
+    """Return the writer of each token of a sequence (prompt, model or environment) as index in `WRITERS`."""
     sampled = np.flatnonzero(is_sampled)
     writers = np.full(len(is_sampled), PROMPT, dtype=np.int8)
     if not len(sampled):

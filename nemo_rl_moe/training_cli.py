@@ -252,7 +252,7 @@ def _print_translation(path: str) -> int:
     for line in translation.without:
         print(f"not carried over: {printable(line)}", file=sys.stderr)
     if problems := problems_of_translation(translation):
-        raise ConfigurationError([f"{path}: translated, but not yet right: {problem}" for problem in problems])
+        raise ConfigurationError([f"{path}: translated, but needs a correction: {problem}" for problem in problems])
     return 0
 
 

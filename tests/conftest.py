@@ -30,11 +30,7 @@ os.environ.update(
 )
 
 _TESTS = REPOSITORY_ROOT / "tests"
-_MODULES_WITH_RANKS = {
-    "tests.support.gloo_ranks",
-    "tests.support.family_parity",
-    "tests.support.with_transformer_engine",
-}
+_MODULES_WITH_RANKS = {"tests.support.gloo_ranks", "tests.support.family_parity"}
 
 # Collecting makes 700,000 objects that all stay; looking through them for rubbish takes a quarter of its time.
 gc.disable()

@@ -37,10 +37,10 @@ def shape_rewards(
 def compute_advantages(
     estimator: Estimator, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Return advantages in the rewards' dtype. They are 0 for responses that do not take part.
+    """Return advantages in the rewards' dtype. They are 0 for responses that are not compared and trained on.
 
     Raises:
-        ValueError: There is no response to compare with.
+        ValueError: The estimator has no other response to compare a response with.
     """
     advantages = estimator.function(inputs).to(inputs.rewards.dtype)
     takes_part = inputs.takes_part if advantages.ndim == inputs.takes_part.ndim else inputs.takes_part[:, :, None]

@@ -30,7 +30,7 @@ class MeasuredPass:
 
     Attributes:
         logprobs: Log-probability of each token given the previous ones.
-        routes: Experts that the routers of the pass took, if they are needed.
+        routes: Experts that the routers chose in the pass. None if the caller needs no experts.
     """
 
     logprobs: PerToken
@@ -39,23 +39,24 @@ class MeasuredPass:
 
 @dataclass(frozen=True)
 class CapturedRow:
-    """Trajectory and sequence of a row of a batch."""
+    """Origin of one row of a batch: the token sequence in the row, and the trajectory that contains the sequence."""
 
     trajectory: Trajectory
     sequence: TokenSequence
 
 
 def captured_rows(trajectories: Sequence[Trajectory]) -> list[CapturedRow]:
-    """Return the rows of the batch of these trajectories."""
+    """Return the origin of each row of the batch that is made of these trajectories."""
     return [CapturedRow(trajectory, sequence) for trajectory in trajectories for sequence in trajectory.sequences]
 
 
 class CaptureWriter:
-    """Writer of the sequences that a run measures.
+    """Writer of measured sequences (tokens, log-probabilities, routed experts) to a folder for `nemo-rl-moe audit`.
 
     Args:
         warn: Called once if writing fails. The run continues without its capture.
-        is_exact: Whether engine and trainer compute in float32, and the passes have the weights of the rollout.
+        is_exact: Whether engine and trainer compute in float32, and the trainer measures with the weights that
+            sampled the tokens.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class CaptureWriter:
         repeated: MeasuredPass,
         expert_biases: Float[np.ndarray, "2 layers experts"] | None = None,
     ) -> None:
-        """Add a step.
+        """Add the measurements of one step.
 
         Args:
             step: Counted from 1.
@@ -157,7 +158,7 @@ class CaptureWriter:
         return found
 
     def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:
-        """Return the experts of the column's sequences, or an empty array without a column."""
+        """Return the experts that a column stores for each sequence, or an empty array if the column is None."""
         if column is None:
             return np.zeros(0, dtype=np.int16)
         longest = sample.input_ids.shape[1]

@@ -112,7 +112,7 @@ class Critic:
         return with_prefix("critic", metrics)
 
     def _divergence(self, batch: TokenBatch) -> Float[Tensor, "sequences tokens"]:
-        """Return each token's penalty in the reward for divergence from the reference model, or 0 without one."""
+        """Return each token's divergence penalty, to be subtracted from its reward. 0 if the penalty is in the loss."""
         loss = self.config.loss_fn
         if not loss.use_kl_in_reward:
             return torch.zeros(batch.input_ids.shape, dtype=torch.float64)

@@ -22,7 +22,7 @@ _TRIED_TOKENS = 3
 def find_estimator(name: str) -> Estimator:
     """Return the configured estimator: a registered one, or a custom function that is imported at its first call.
 
-    A custom function is assumed to compare the responses of a group.
+    A custom function counts as an estimator that compares the responses of a group (`Estimator.baseline`).
     """
     return Estimator(name, partial(_advantages_in_run, name)) if is_custom(name) else ESTIMATORS[name]
 
@@ -39,7 +39,8 @@ def custom_advantages(
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
     """Return the advantages that the custom function `name` (`package.module:function`) computes.
 
-    A response that does not take part gets the mean reward of its group.
+    For a response that the environment failed to score and that is not trained on, the function gets the mean reward of
+    the other responses in the group, so that this response does not shift the group's mean.
     """
     function = import_function(KEY, name, "the EstimatorInputs")
     found = function(with_group_means(inputs))
@@ -57,8 +58,9 @@ def custom_advantages(
 
 
 def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Return inputs in which a reward that does not count is its group's mean, or the step's mean in groups without
-    one.
+    """Return inputs in which a response that is not trained on (`takes_part`) has the mean reward of its group.
+
+    The mean is over the group's trained responses or, if the group has none, over those of the step.
     """
     present = inputs.takes_part
     if bool(present.all()):
@@ -89,7 +91,9 @@ def check_estimator(config: GRPOMasterConfig) -> None:
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{KEY}: {name} raised, on rewards of 0 and 1: {error_in_user_code(error)}") from error
+        raise ConfigurationError(
+            f"{KEY}: {name} raised in a trial with rewards of 0 and 1: {error_in_user_code(error)}"
+        ) from error
 
 
 def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:

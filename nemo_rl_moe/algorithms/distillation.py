@@ -42,7 +42,7 @@ class Teachers:
 
     Attributes:
         vocabulary_size: Number of tokens in the policy's vocabulary.
-        by_sample: Sample id -> name of its teacher, if records name it.
+        by_sample: Sample id -> name of the sample's teacher. Empty if the records do not name teachers.
     """
 
     config: DistillationMasterConfig
@@ -51,7 +51,7 @@ class Teachers:
     by_sample: Mapping[str, str] = field(default_factory=dict)
 
     def loss(self, policy_gradient: PolicyGradientLoss) -> LossFunction:
-        """Return the loss of a step. It includes the loss of the rewards, `policy_gradient`, if the policy samples."""
+        """Return the loss of a step. If the policy samples the responses, the loss includes `policy_gradient`."""
         settings = self.config.distillation
         is_given = settings.responses == "given"
         return DistillationLoss(
@@ -110,20 +110,24 @@ class Teachers:
         return scored, metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
-        """Raise an error if a teacher gives no response only finite scores. A few wrong scores only cost an update."""
+        """Raise an error if all responses of one teacher have a non-finite score.
+
+        With fewer such responses, no error is raised, because only the update is lost.
+        """
         is_wrong = ~scored.columns[TEACHER_LOGPROBS].values.isfinite()
         is_wrong = is_wrong.flatten(2).any(-1) if is_wrong.ndim > 2 else is_wrong
         for name, chosen in rows.items():
             of_rows = (is_wrong[list(chosen)] & scored.token_mask[list(chosen)]).any(-1)
             if of_rows.all():
                 raise ConfigurationError(
-                    f"distillation.teachers.{name}: {self.config.distillation.teachers[name].model_name} gives all of"
-                    f" the step's {counted(len(chosen), 'response')} log-probabilities that are NaN or infinite,"
-                    f" expected numbers: look at its weights, and at policy.precision {self.config.policy.precision}"
+                    f"distillation.teachers.{name}: {self.config.distillation.teachers[name].model_name} returned"
+                    f" log-probabilities that are NaN or infinite in all of the step's"
+                    f" {counted(len(chosen), 'response')}, expected numbers: check the teacher's weights, and"
+                    f" policy.precision {self.config.policy.precision}"
                 )
 
     def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
-        """Return teacher -> rows of the batch that it scores, for teachers with rows."""
+        """Return teacher's name -> rows of the batch that this teacher scores, for teachers that score any."""
         rows: dict[str, list[int]] = {}
         for trajectory, own in zip(trajectories, rows_of(trajectories), strict=True):
             teacher = self.teacher_of(trajectory)
@@ -182,9 +186,7 @@ def _in_batch(
     found: Sequence[Shaped[Tensor, "rows tokens ..."]],
     *of_token: int,
 ) -> Shaped[Tensor, "batch sequence ..."]:
-    """Return values of the batch's shape, with `of_token` as the shape of one token: the teachers' values in their
-    rows, and 0 elsewhere.
-    """
+    """Return the teachers' values in one tensor `[batch, sequence, *of_token]`, with 0 in rows without a teacher."""
     dtype = found[0].dtype if found else torch.float32  # a step may have no response with a teacher
     values = torch.zeros((*batch.input_ids.shape, *of_token), dtype=dtype)
     for chosen, of_rows in zip(rows.values(), found, strict=True):

@@ -28,7 +28,7 @@ MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 def add_reference_sums(policy: "MegatronPolicy", batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
     """Return the batch with the column `reference_sums`: the reference model's log-probability of each response.
 
-    The policy keeps the reference weights, which measure them.
+    The policy computes the log-probabilities with the reference weights that it keeps.
 
     Args:
         clock: Clock on which the phase `reference_logprobs` is timed.
@@ -44,11 +44,11 @@ def precompute_reference_sums(
     batches: Sequence[Sequence[int]],
     pad_token_id: int,
 ) -> PreferenceDataset:
-    """Return the data set with the reference sums of the pairs in `batches`, and NaN for its other pairs.
+    """Return the data set with reference sums for the pairs in `batches`, and NaN for the data set's other pairs.
 
     Args:
-        logprobs: Function that measures a batch with the model from the start of the run, before any training or
-            checkpoint.
+        logprobs: Function that returns the log-probabilities of a batch under the initial model: before any training,
+            and before a checkpoint is loaded.
         batches: Indices of the pairs in each batch to measure.
     """
     sums = np.full((len(dataset), 2), np.nan)
@@ -59,10 +59,10 @@ def precompute_reference_sums(
 
 
 def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int]]:
-    """Return the indices of the pairs in some steps, in batches that do not depend on the first step.
+    """Return batches, as lists of indices, of the pairs whose reference sums the given steps need.
 
-    Each batch has the pairs that one training batch uses for the first time. So a resumed run measures the remaining
-    pairs in the same batches, and gets bitwise equal numbers.
+    Each batch has the pairs that one training batch is the first of the run to use. So the batches do not depend on
+    the step from which a run resumes, and a resumed run gets bitwise equal numbers.
 
     Args:
         steps: Range from the number of completed steps to the number of all steps.

@@ -17,10 +17,10 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of the mean over all prompts of this kind, from a sample of prompts.
+    """Estimated mean over a distribution of prompts, from a sample of prompts.
 
     Attributes:
-        standard_error: Standard deviation of the mean. None with one prompt, since it shows no variation.
+        standard_error: Standard deviation of the mean. None with one prompt, since one prompt shows no variation.
     """
 
     mean: float
@@ -48,9 +48,9 @@ class EvaluationSummary:
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
     """Return the mean over prompts, and its standard error.
 
-    Prompts are independent samples. Responses to one prompt are similar. So their mean counts as one observation. The
-    error is `s / sqrt(n)` with the sample standard deviation `s` of `n` prompts (the clustered standard error of
-    Miller, https://arxiv.org/abs/2411.00640, for clusters of equal size).
+    Prompts are independent samples, but responses to one prompt are similar, so the mean of a prompt's responses counts
+    as one observation. The error is `s / sqrt(n)` with the sample standard deviation `s` of `n` prompts (the clustered
+    standard error of Miller, https://arxiv.org/abs/2411.00640, for clusters of equal size).
     """
     values = of_prompts.double()
     number = len(values)
@@ -97,7 +97,7 @@ def summarise_evaluation(
 def _mean_rewards(
     trajectories: Sequence[Trajectory], num_generations: int, failures: FailureRule
 ) -> Float[Tensor, " prompts"]:
-    """Return the mean of the counted rewards of each prompt's responses, for prompts that have any."""
+    """Return each prompt's mean reward over the responses that `failures` counts. Prompts without any are omitted."""
     groups = [trajectories[start : start + num_generations] for start in range(0, len(trajectories), num_generations)]
     counted = [[found.reward for found in failures.counted(group)] for group in groups]
     return torch.tensor([sum(rewards) / len(rewards) for rewards in counted if rewards], dtype=torch.float64)

@@ -67,7 +67,7 @@ def train_grpo(
     """Train to the last step, validate when due, and end each step with the recorder.
 
     Args:
-        roles: Other models that take part in a step.
+        roles: Other models that take part in a step, such as a critic or teachers.
     """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
@@ -132,7 +132,10 @@ def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool
 
 
 def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Return the metrics of a validation, and `val` -> its trajectories. Empty if a request to stop interrupted it."""
+    """Return the metrics of a validation, and a mapping from `val` to the validation's trajectories.
+
+    Both are empty if a request to stop interrupted the validation.
+    """
     try:
         metrics = validate()
     except RolloutsGivenUpError:
@@ -155,8 +158,9 @@ def update_engine(
     source: RolloutSource | None = None,
     step: int = 0,
 ) -> dict[str, float]:
-    """Refit an engine that keeps a copy of the weights, and return metrics. An engine that shares the weights is
-    current.
+    """Refit an engine that keeps a copy of the weights, and return metrics.
+
+    An engine that shares the policy's weights needs no refit.
 
     First, the policy makes room for generation, and a source that generates in the background pauses.
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
-    """Return the rewards of the trained groups minus the penalty of each trajectory's longest response."""
+    """Return the rewards of the trained groups, minus a length penalty for each trajectory's longest response."""
     num_generations = config.grpo.num_generations_per_prompt
     return shape_rewards(
         group_rewards(groups.trained, num_generations),
@@ -60,8 +60,8 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
 def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     """Return the treatment of responses that the environment failed to score.
 
-    If the estimator compares responses in their group or in the step, a response takes part only if there is another
-    one.
+    If the estimator compares responses of a group or of the step, a response is trained on only if there is another
+    response to compare it with.
     """
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
@@ -71,7 +71,7 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
 
 
 def dynamic_sampling(config: GRPOMasterConfig) -> DynamicSampling | None:
-    """Return the rule that replaces groups that teach the run's estimator nothing, or None without dynamic sampling."""
+    """Return the rule by which groups without a signal for the estimator are replaced. None if it is not configured."""
     if not config.grpo.use_dynamic_sampling:
         return None
     return DynamicSampling(lambda group: bool(informative_groups(config, group).all()), config.grpo.most_groups)
@@ -88,7 +88,7 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
 def estimator_inputs(
     config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
 ) -> EstimatorInputs:
-    """Return the estimator's inputs for trajectories, ordered by group, and their rewards."""
+    """Return the estimator's inputs, made of trajectories (group after group) and of the given rewards."""
     size = config.grpo.num_generations_per_prompt
     failures = failure_rule(config)
     weights = config.named_reward_weights
@@ -138,7 +138,9 @@ def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Flo
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int, weight_version: int) -> TokenBatch:
-    """Return the trained groups with their advantages, and with the lags of tokens if any is above 0.
+    """Return the trained groups with their advantages and, if older weights sampled any token, the tokens' lags.
+
+    The lag of a token is the number of optimizer steps since it was sampled.
 
     Args:
         weight_version: Number of optimizer steps that the trained weights have taken.
@@ -151,7 +153,7 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
         takes_part=failure_rule(config).taking_part(groups.trained, groups.num_generations),
     )
     if config.loss_fn.sampling_mask == "replay" and KEPT_TOKENS not in batch.stored:
-        raise RuntimeError("loss_fn.sampling_mask: replay: the engine has returned no kept tokens")
+        raise RuntimeError("loss_fn.sampling_mask: replay: the engine has returned no sampling masks")
     lags = token_lags(groups.trained, weight_version)
     return batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG)}) if bool((lags > 0).any()) else batch
 
@@ -223,14 +225,16 @@ def old_logprobs(
 def prev_is_current(config: GRPOMasterConfig) -> bool:
     """Return whether the training pass gives the log-probabilities before the update, so that no other pass is needed.
 
-    It does if a step is one update. The age of the weights that sampled the tokens does not matter.
+    This is so if a step has only one update, even if older weights sampled the tokens.
     """
     return config.updates_per_step == 1 and config.loss_fn.force_on_policy_ratio != "never"
 
 
 def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradientLoss:
-    """Return the loss of a step. Without a correction, the ratio of older tokens is relative to their sampling
-    probability.
+    """Return the loss of a step.
+
+    If older weights sampled tokens and no importance-sampling correction is configured, the probability ratio in the
+    objective is relative to the engine's log-probabilities.
 
     Args:
         is_on_policy: Whether the trained weights sampled every token of the step.

@@ -41,8 +41,9 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     - `frac_zero_std_groups`: share of groups with equal rewards, among groups with trainable responses
     - `env/num_groups_left_out`: number of groups of the step without trainable responses, because the environment
       failed
-    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, generated over trained groups,
-      `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean reward of trained trajectories
+    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, the number of generated groups
+      divided by the number of trained groups, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean
+      reward of trained trajectories
     - `env/NAME/...`: the metrics of each of several environments, with `share`, its share of the step's responses
     """
     if not groups.generated:
@@ -96,7 +97,10 @@ def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float
 
 
 def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
-    """Return `advantages/{mean,min,max}` over trajectories that take part, or over trained tokens."""
+    """Return `advantages/{mean,min,max}`: over trained tokens if each token has its own advantage.
+
+    Otherwise they are over the trajectories that are trained on (`takes_part`).
+    """
     advantages = batch.columns["advantages"].values.double()
     if advantages.ndim > 1:
         advantages = advantages[batch.token_mask]
@@ -118,7 +122,7 @@ class Validator:
         sampling: Sampling parameters of training responses. Validation changes the temperature.
         failures: Treatment of responses that the environment failed to score. Such responses are not correct, and their
             rewards count as in training.
-        report_progress: Function that receives the number of sequences so far.
+        report_progress: Function that receives the number of sequences that have been generated so far.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class Validator:
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
     """Return an unbiased estimate of the probability that one of `k` responses is correct (arXiv:2107.03374, eq. 1).
 
-    It is the share with a correct response of all choices of `k` among a prompt's `n` responses:
+    Of all choices of `k` among a prompt's `n` responses, the estimate is the share with a correct response:
     `1 - C(n-c, k) / C(n, k)`.
 
     Args:

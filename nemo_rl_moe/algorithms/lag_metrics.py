@@ -27,7 +27,7 @@ PerClass = Float[np.ndarray, " classes"]
 
 @dataclass(frozen=True)
 class LagSums:
-    """Sums over the trained tokens of a step, by class of lag, float64."""
+    """Float64 sums over the trained tokens of a step, for each class of lag (optimizer steps since sampling)."""
 
     of: Mapping[LagSum, PerClass]
 
@@ -40,7 +40,7 @@ class LagSums:
 
     @property
     def total(self) -> "LagSums":
-        """Sums over the tokens of all classes, in arrays with one class."""
+        """Sums over the tokens of all classes together. Each array has one element."""
         return LagSums({each: values.sum(keepdims=True) for each, values in self.of.items()})
 
     def mean(self, quantity: LagSum) -> PerClass:
@@ -50,12 +50,14 @@ class LagSums:
 
     @property
     def effective_samples(self) -> PerClass:
-        """`(sum w)^2 / (n sum w^2)` of the importance ratios `w` of each class. It is 1 if all are equal."""
+        """`(sum w)^2 / (n sum w^2)` for the `n` importance ratios `w` of each class. 1 if all ratios are equal."""
         return self.mean(LagSum.WEIGHT) ** 2 / self.mean(LagSum.SQUARED_WEIGHT)
 
 
 def staleness_part(divergence: PerClass, of_engines: float) -> PerClass:
-    """Return the divergence of each class minus the divergence of engine and trainer. NaN for tokens without lag.
+    """Return the divergence of each class of lag minus the divergence of engine and trainer at lag 0.
+
+    The result is NaN for the class without lag.
 
     Args:
         divergence: Mean estimate of the divergence in each class.
@@ -67,15 +69,15 @@ def staleness_part(divergence: PerClass, of_engines: float) -> PerClass:
 
 
 def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> LagTable:
-    """Return the statistics of each class.
+    """Return the statistics of each class of lag (optimizer steps since a token was sampled).
 
     - `num_valid_tokens`
     - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): like the metrics of the loss with these
       names
     - `kl_staleness`: `staleness_part` of `gen_kl_error`
-    - `effective_samples`: of the importance ratios before any correction
-    - `live_agreement`: share of the rows of the rollout's capture whose experts the routers would choose, NaN without
-      a capture
+    - `effective_samples`: relative effective sample size, from 0 to 1, of the importance ratios before any correction
+    - `live_agreement`: share of the rollout's rows (experts of a token in a layer) that the routers would also choose,
+      NaN without a capture
     """
     divergence = sums.mean(LagSum.DIVERGENCE)
     return LagTable(
@@ -92,7 +94,7 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
 
 
 def metrics_of_table(table: LagTable) -> dict[str, float]:
-    """Return `by_lag/{class}/{name}` of the classes with tokens. Routing has other metrics for `live_agreement`."""
+    """Return `by_lag/{class}/{name}` for classes with tokens. `live_agreement` is omitted: it is a routing metric."""
     return {
         f"by_lag/{lag_class}/{name}": float(values[number])
         for number, lag_class in enumerate(LAG_CLASSES)
@@ -113,7 +115,7 @@ def metrics_of_all(sums: LagSums) -> dict[str, float]:
 
 
 class LagMetrics(RunObserver):
-    """Observer that reports metrics and a table for each step that trains on older tokens.
+    """Observer that reports metrics and a table for each step with tokens that older weights sampled.
 
     Args:
         record_artifact: Function that receives name and content of the step's table.

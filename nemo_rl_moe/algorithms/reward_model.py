@@ -25,8 +25,8 @@ class RewardModel:
 
     Attributes:
         weight: Factor of the score in the reward.
-        pad_token_id: Token of padding. Transformers' classifiers take the score at the last token that is not padding,
-            and are trained so. If it is None, the score is taken at the last token.
+        pad_token_id: Padding token. The score is taken at the last token that is not this one, as classifiers of
+            transformers do, also in their training. If it is None, the score is taken at the last token.
     """
 
     model: "ModelWorkers"
@@ -39,7 +39,8 @@ class RewardModel:
         `reward_model`.
 
         The sequence with the last response is scored. Trajectories that their environment failed to score stay
-        unchanged. A score that is NaN or too large is a fault of its trajectory. Several threads may call this method.
+        unchanged. If a score is NaN or too large, its trajectory is returned with a fault and without rewards. Several
+        threads may call this method.
         """
         scored = [trajectory for trajectory in trajectories if trajectory.fault is None]
         if not scored:

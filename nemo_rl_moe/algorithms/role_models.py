@@ -48,7 +48,7 @@ class RoleModels:
         return self.critic is None or self.critic.trains_policy(step)
 
     def loss(self, of_rewards: PolicyGradientLoss) -> LossFunction:
-        """Return the policy's loss, given the loss of the rewards."""
+        """Return the policy's loss: the distillation loss if there are teachers, else `of_rewards`."""
         return of_rewards if self.teachers is None else self.teachers.loss(of_rewards)
 
 

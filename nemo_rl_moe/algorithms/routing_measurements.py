@@ -95,7 +95,7 @@ class RoutingMeasurements(RunObserver):
         """Measure the policy that sampled a step's tokens, if the step is due.
 
         Args:
-            batch: The step's batch, with the rollouts' capture if there is one.
+            batch: The step's batch, with the routed experts of the rollouts if the engine reports them.
             trajectories: Trajectories of the batch, needed if a capture is saved.
             clock: Clock on which the phase `routing_measurements` is timed.
 
@@ -140,8 +140,8 @@ class RoutingMeasurements(RunObserver):
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
         """Measure the engine's noise floor, if the step is measured and the engine scores tokens.
 
-        The same sequences are scored together and one at a time, with the new weights, since an engine that sleeps
-        while training runs has no other weights.
+        The same sequences are scored together and one at a time, both with the new weights. The previous weights cannot
+        be used, because an engine that sleeps during training does not keep them.
 
         Returns:
             `moe/routing_noise/{mean_abs,max_abs,kl}_engine`.
@@ -169,7 +169,7 @@ class RoutingMeasurements(RunObserver):
             return {f"moe/routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
     def _scored(self, sample: TokenBatch) -> list[int]:
-        """Return the rows of sequences for the engine's noise floor, the shortest first."""
+        """Return the rows of the sequences that the engine scores to measure its noise floor, the shortest first."""
         # An engine computes the logits of all scored tokens. For thousands of tokens this takes gigabytes. It also
         # samples one more token, and the longest sequences have no room for it.
         order = sample.lengths.argsort().tolist()
@@ -207,9 +207,7 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: differences of the pass of `own` and `logprobs` from one with each sequence
-        alone.
-        """
+        """Return the trainer's noise floor: how experts and log-probabilities change if each sequence is one batch."""
         rows = _noise_rows(own)
         part = own.select(rows)
         again = self._policy.compare_routes(part, one_at_a_time=True)
@@ -220,7 +218,7 @@ class RoutingMeasurements(RunObserver):
 
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Return the rows of random sequences, in ascending order, that have at least a share of the trained tokens.
+    """Return the sorted rows of random sequences which together have at least a share of the batch's trained tokens.
 
     Args:
         share: Share of the trained tokens, above 0 and at most 1.
@@ -234,7 +232,7 @@ def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> l
 
 
 def _noise_rows(sample: TokenBatch) -> list[int]:
-    """Return the rows of the noise floor. They are a part of the sample, since a batch for each sequence is slow."""
+    """Return the rows that measure the noise floor: only a part of the sample, because one batch per row is slow."""
     return list(range(-(-len(sample) // NOISE_DIVISOR)))
 
 

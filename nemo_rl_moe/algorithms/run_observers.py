@@ -36,11 +36,11 @@ class RunObserver:
         return {}
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Observe the policy after a step's updates. The artifacts of the step have been recorded before."""
+        """Observe the policy after a step's updates. It is called after the artifacts of the step were recorded."""
         return {}
 
     def during_refit(self) -> None:
-        """Start work that the policy's ranks do after sending their weights. It is called in each transfer."""
+        """Start work that the policy's ranks do after sending their weights. Called in each transfer of weights."""
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
         """Observe the generation engine with its new weights. This is also called before the first step."""

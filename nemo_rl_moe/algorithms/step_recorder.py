@@ -69,8 +69,8 @@ class RecordSinks:
     Attributes:
         log_artifact: Receives the step, and name and content of each artifact, before the step's metrics are logged.
         log_samples: Receives the step, `train` or `val`, and the responses, if there are any, after the step's metrics.
-        show_samples: Receives the same before the step's metrics, for loggers that show responses and metrics in one
-            row.
+        show_samples: Receives the same arguments as `log_samples`, but before the step's metrics, for loggers that show
+            the responses and the metrics of a step in one row.
         log_failures: Receives the step, and failures of its responses or validation, before the step's metrics.
         flush: Writes records that wait to be written together with later steps.
     """
@@ -111,7 +111,7 @@ class StepRecorder:
     A step is recorded before its checkpoint is published, so a resumed run finds the records of all its steps.
 
     Args:
-        checkpoints: Without it, nothing is saved.
+        checkpoints: Writes the checkpoints. None saves no checkpoint.
         stop_reason: Function that returns the reason to end the run after the current step, or None.
         max_skipped_in_a_row: Number of successive skipped updates that ends the run.
         start: State at the beginning of the run, or from the checkpoint with which it resumes.
@@ -152,7 +152,7 @@ class StepRecorder:
     def record_artifacts(self, artifacts: StepArtifacts) -> None:
         """Record the artifacts of the current step before its other records.
 
-        Anomalies in them may end the run, and must be recorded by then.
+        Artifacts come first because an anomaly in them may end the run and must be recorded by then.
 
         `end_step` calls this method if the loop has not called it.
         """

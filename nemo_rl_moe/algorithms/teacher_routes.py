@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class TeacherRoutes(RunObserver):
     """Observer that measures how often a teacher's routers choose other experts than the policy's.
 
-    It compares a sample of sequences. If the policy's routes also approach the teacher's, agreement rises from step to
-    step. Experts have no inherent order, so models that were trained from different weights agree only by chance.
+    It compares a sample of sequences. The share falls from step to step if the policy learns not only the teacher's
+    probabilities but also its routes. Experts have no inherent order, so models that were trained from different
+    weights agree only by chance.
 
     Args:
         config: Settings: which steps are measured, and which share of a step's tokens.

@@ -10,7 +10,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
 class BestMetric:
-    """Metric by which the best checkpoints are kept. Warns once if it is missing."""
+    """Metric by which the best checkpoints are kept. Warns once if a step does not report this metric."""
 
     def __init__(self, settings: CheckpointingConfig, warn: Callable[[str], None]):
         self._settings = settings
@@ -18,7 +18,7 @@ class BestMetric:
         self._has_reported = False
 
     def value(self, step: int, metrics: Mapping[str, float]) -> float | None:
-        """Return the metric's value at a step, if it was measured. Keys of metrics are like `val/accuracy`."""
+        """Return the metric's value at a step, or None if `metrics` (keys such as `val/accuracy`) lacks it."""
         name = self._settings.metric_name
         if name is None:
             return None
@@ -38,10 +38,10 @@ class BestMetric:
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """Return the settings with the metric that ranks checkpoints: None for a `val:` metric without validation.
+    """Return the settings with `metric` as `metric_name`, or None if `metric` needs a validation and the run has none.
 
     Args:
-        metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).
+        metric: Metric that the configuration chooses, with `auto` resolved (`config.algorithm.metric_in_force`).
     """
     is_measured = validates or metric is None or not metric.startswith("val:")
     return settings.model_copy(update={"metric_name": metric if is_measured else None})

@@ -96,7 +96,7 @@ def wrong_changes(
         changes: Result of `changed_keys`.
         with_optimizer: Whether the checkpoint has optimizer state.
         with_adapters: Whether the checkpoint has adapters without their base.
-        base_is_known: Whether the checkpoint has the fingerprint of the base. The base may then have another path.
+        base_is_known: Whether the checkpoint has the fingerprint of the base, so that the path of the base may change.
     """
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
@@ -111,8 +111,8 @@ def wrong_changes(
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
     """Return the first change that makes a run another experiment: key, old and new value. None if there is none.
 
-    Such keys are the model, the tokenizer, the training data, their order, and the loop's seed. A key that the
-    checkpoint's release did not have does not count.
+    The keys that define an experiment are the model, the tokenizer, the training data, their order, and the loop's
+    seed. A key is ignored if the release that wrote the checkpoint did not have the key yet.
     """
     for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():
@@ -122,7 +122,7 @@ def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]
 
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:
-    """Return a warning with all changed keys except the layout's. None without changes."""
+    """Return a warning with all changed keys except parallel sizes. None without changes."""
     reported = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
     return f"the configuration differs from the checkpoint's: {'; '.join(reported)}" if reported else None
 
@@ -136,7 +136,7 @@ def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None
     ]
     if not changed:
         return None
-    return f"continues in another layout, equal within rounding and not to the last bit: {'; '.join(changed)}"
+    return f"the parallel layout has changed, so results may differ by rounding: {'; '.join(changed)}"
 
 
 def _as_texts(config: Mapping[str, Any]) -> dict[str, str]:

@@ -99,7 +99,7 @@ class Checkpointer:
         metrics: Mapping[str, float],
         write_more: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """Begin to save after an earlier save has ended. Do nothing for the step that was saved last.
+        """Wait until an earlier save has ended, then begin to save. Do nothing for the step that was saved last.
 
         Args:
             write_more: Writes further state into the checkpoint's folder. Called in another thread.
@@ -134,7 +134,7 @@ class Checkpointer:
             (step, publishing), self._publishing = self._publishing, None
             try:
                 published = publishing.result()
-            except Exception as error:  # of any writer of further state
+            except Exception as error:  # `write_more` may raise any type
                 self._give_up(step, _reason(error))
             else:
                 if published is None:
@@ -163,7 +163,7 @@ class Checkpointer:
         self._disk.shutdown(wait=False, cancel_futures=True)
         running: list[Future[Any]] = [*self._tidying, *([self._publishing[1]] if self._publishing else [])]
         if wait_for(running, timeout_s).not_done:
-            self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
+            self._warn(f"{self._store.folder}: gave up waiting for the disk after {timeout_s:g} s")
 
     def _all_are_written(self, *, wait: bool) -> bool:
         """Poll the models that are not saved yet. Return whether all saves have ended, with or without success."""
@@ -209,7 +209,7 @@ class Checkpointer:
         try:
             self._store.discard(step)
         except OSError as error:
-            return [f"what was written of step {step} in {self._store.folder} cannot be deleted: {_reason(error)}"]
+            return [f"the unfinished save of step {step} in {self._store.folder} cannot be deleted: {_reason(error)}"]
         return []
 
     def _remove_what_is_not_kept(self) -> list[str]:

@@ -44,7 +44,7 @@ def model_fingerprint(model_name: str) -> str:
     It does not depend on times of files, so that a copy is the same model.
 
     Args:
-        model_name: A folder, or a name on a hub. The latter is returned unchanged.
+        model_name: A folder, or a name on a hub. A name on a hub is returned unchanged.
     """
     folder = Path(model_name)
     if not folder.is_dir():
@@ -65,7 +65,7 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def model_fingerprints(config: MasterConfig) -> dict[str, str]:
-    """Return name in messages -> fingerprint, for each model that a resumed run reads again.
+    """Return description -> fingerprint of each model that a resumed run reads again. Messages use the description.
 
     Such models are teachers, a reward model, and the policy's initial model if it is the reference or the base of
     adapters.

@@ -35,7 +35,8 @@ class ResumePoint(Checkpoint):
     """Checkpoint that a run resumes from.
 
     Attributes:
-        run_folder: Folder of the run that wrote the checkpoint. The resumed run continues it. None for a new folder.
+        run_folder: Folder of the run that wrote the checkpoint. The resumed run continues this folder. None if the
+            resumed run gets a new folder.
     """
 
     run_folder: Path | None
@@ -51,7 +52,7 @@ class ResumePoint(Checkpoint):
         """Return a line for the user with the step to resume at, or how to get more steps if all are done."""
         if self.step >= num_steps:
             return (
-                f"{self.folder} is the end of this run: {self.step} of {num_steps} steps are done. For more of them set"
+                f"{self.folder} is the end of this run: {self.step} of {num_steps} steps are done. For more steps set"
                 f" a higher {ALGORITHMS[self.state.algorithm].loop_name}.max_num_steps or max_num_epochs; or {WAY_OUT}"
             )
         return f"going on from {self.folder}: {self.step} of {num_steps} steps are done"
@@ -80,7 +81,7 @@ def find_resume_point(
         return None
     if config.checkpointing.checkpoint_dir is not None:
         refuse_model_among_checkpoints(config, Path(config.checkpointing.checkpoint_dir))
-    warn = functools.cache(warn)  # a folder is read several times
+    warn = functools.cache(warn)  # a folder is read several times, but warns once
     checkpoint = _own_checkpoint(config, run_id, warn) if restart_number > 0 else None
     if checkpoint is None and not (restart_number > 0 and _has_begun_anew(config, run_id)):
         checkpoint = _checkpoint_of_earlier_run(config, warn)
@@ -116,7 +117,7 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Return whether a run has begun in a new folder. If so, it ignores later checkpoints of other runs."""
+    """Return whether a run has started from step 0 in a new folder, so that other runs' checkpoints are ignored."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
@@ -136,7 +137,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the run's newest checkpoint, if any. Do not lock folders of other runs, which may be active."""
+    """Return the run's newest checkpoint, if any, without locking folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -170,7 +171,7 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint of the newest run with any. If it is another experiment, warn and return None."""
+    """Return the newest checkpoint of the newest run that has one. Warn and return None if the experiment differs."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):
@@ -187,8 +188,8 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
             other = different
         key, old, new = other
         warn(
-            f"{store.folder.parent} is passed over, and this run starts anew: {key} was {old} there and is {new} here;"
-            f" to go on from it nonetheless, set checkpointing.checkpoint_dir={store.folder}"
+            f"{store.folder.parent} is not resumed, and this run starts anew: {key} was {old} there and is {new} here;"
+            f" to resume that run nonetheless, set checkpointing.checkpoint_dir={store.folder}"
         )
         return None
     return None
@@ -236,13 +237,19 @@ def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[
     around = checkpoint.folder.parent.parent
     is_copy = checkpoint.folder.parent.resolve() != Path(state.checkpoint_dir)
     if is_copy and (config.checkpointing.checkpoint_dir is not None or _belongs_to(recorded, state)):
-        warn(f"{checkpoint.folder} is a copy: {recorded} is left as it is, and metrics go on in a new folder")
+        warn(
+            f"{checkpoint.folder} is a copy: the folder of its run, {recorded}, stays unchanged, and this run writes"
+            " its metrics to a new folder"
+        )
         return None
     # A moved run folder, or the same one under the path that the user gave. Otherwise the recorded one.
     folder = around if is_copy or around.resolve() == recorded.resolve() else recorded
     if _belongs_to(folder, state):
         return folder
-    warn(f"{folder}, which {checkpoint.folder} belongs to, is not there: metrics go on in a new folder")
+    warn(
+        f"{folder}, the folder of the run that wrote {checkpoint.folder}, is missing: this run writes its metrics to a"
+        " new folder"
+    )
     return None
 
 

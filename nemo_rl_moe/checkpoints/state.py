@@ -36,7 +36,8 @@ class LoopState:
     """State of a training loop between two steps, without the models.
 
     Attributes:
-        batches_taken: Number of global batches, or of rounds of prompts, taken from the data.
+        batches_taken: Number of batches taken from the data: global batches or, with rollouts, the prompts of one step
+            as one batch.
         first_validation: Metrics of the first validation, for the summary. Empty before it.
         skipped_in_a_row: Number of consecutive skipped updates up to this step.
     """
@@ -55,10 +56,10 @@ class RunDescription(BaseModel):
     """Description of a run in each of its checkpoints.
 
     Attributes:
-        algorithm: Name of its configuration section, such as `sft`.
+        algorithm: Name of the run's algorithm, such as `sft`.
         first_run_id: Id of the run that started at step 0. It identifies a history of training.
         run_folder: Absolute path of the run's folder.
-        logger_run_ids: Logger -> id under which it resumes.
+        logger_run_ids: Logger -> id under which the logger resumes the run.
         layout: Parallel dimension -> size, from `layout_of`.
         fingerprints: Name of an input -> fingerprint.
     """
@@ -82,7 +83,7 @@ class CheckpointState(RunDescription):
     Attributes:
         format_version: Increased when older releases cannot read the file.
         run_folder_id: Id in the run folder's `run.json`, if it had one.
-        checkpoint_dir: Absolute path of the folder of checkpoints when it was written, without links.
+        checkpoint_dir: Absolute path, without links, that the folder of checkpoints had at the time of writing.
         metric_name: Metric that ranks checkpoints, such as `val:accuracy`.
         metric_value: Value of the metric. None if it was not measured.
         time: Unix seconds of writing.
@@ -124,7 +125,7 @@ def json_ready(value: Any) -> Any:
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write `state.json` into a checkpoint's folder, with all bits of numbers."""
+    """Write `state.json` into a checkpoint's folder. Numbers are written without rounding."""
     content = json_ready(dict(state) | {"loop": vars(state.loop)})
     text = json.dumps(content, allow_nan=False, indent=1)
     (folder / STATE_FILE_NAME).write_text(text + "\n", encoding="utf-8")

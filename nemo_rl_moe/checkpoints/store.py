@@ -71,7 +71,7 @@ class CheckpointStore:
     Only one run may write at a time (see `locked`). Reading is always safe. Other files in the folder are untouched.
 
     Args:
-        checkpoint_dir: Folder of checkpoints, created with the first one. All machines of a run must share it.
+        checkpoint_dir: Folder of checkpoints, created with the first checkpoint. All machines of a run must share it.
         warn: Called once for each unusable checkpoint.
     """
 

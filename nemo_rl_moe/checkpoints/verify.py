@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         # Inner folders first, as the list of an outer one has the checksum of the inner list.
         for folder in reversed(folders):
             checksums.accept_files(folder)
-            print(f"{folder}: checksums of the files as they are now")
+            print(f"{folder}: wrote checksums of the files as they are now")
         return
     problems = []
     for folder in folders:
@@ -58,13 +58,13 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         if checked:
             print(f"{folder}: {len(checked)} files, {size / 1e6:,.1f} MB: all as they were written", flush=True)
         else:
-            print(f"{folder}: {len(entries)} files have the sizes that an earlier release listed; it kept no checksums")
+            print(f"{folder}: {len(entries)} files have the listed sizes; an earlier release listed no checksums")
     if problems:
         raise DamageFoundError(problems)
 
 
 def _checksums() -> ModuleType:
-    """Return the module `checksums`. It needs a package that other commands without training do not need."""
+    """Import and return the module `checksums`. Raise if a package that it needs is not installed."""
     try:
         from nemo_rl_moe import checksums
     except ModuleNotFoundError as error:
@@ -75,7 +75,7 @@ def _checksums() -> ModuleType:
 
 
 def _with_inventory(top: Path, list_name: str) -> list[Path]:
-    """Return the folders with checksums at or below one, outer ones first."""
+    """Return all folders with checksums at or below the folder `top`, outer folders first."""
     if not top.is_dir():
         raise ConfigurationError(f"{top}: is no folder")
     found = []

@@ -54,16 +54,17 @@ class Algorithm:
         needs_reference: Whether workers keep the initial weights.
         roles: Models other than the policy with separate workers, by role. `cluster.roles` assigns machines to them.
             `roles_of` adds the reward model of rollouts.
-        optional_places: Role -> description, for roles without a model of their own, such as generation engines, that
-            may get machines in `cluster.roles`. Without an entry there, a role shares the policy's machines.
+        optional_places: Role -> description, for roles other than those in `roles`, such as generation engines, that
+            may get separate machines by an entry in `cluster.roles`. Otherwise they share the policy's machines.
         responses_at_a_time: Maximum number of responses that are generated at the same time. None: the algorithm
             generates nothing.
         rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the source
             of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
         losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, to
-            report errors in its loss or metrics early. An error in another loss appears when the first step trains.
+            report errors in its loss or metrics early. Errors in a loss that is not listed appear in the first step.
         best_metric: Metric of `checkpointing.metric_name: auto`, of which higher values are better.
-        reference: `package.module:ATTRIBUTE` by which configurations name it, set at import. None: built in.
+        reference: `package.module:ATTRIBUTE` by which configurations name the algorithm, set when it is imported. None
+            for a built-in algorithm.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Algorithm:
         return getattr(config, self.loop_name)
 
     def entry_point(self) -> Callable[[Any, Any], None]:
-        """Return the function that runs the algorithm. If the record has its name, import it."""
+        """Return the function that runs the algorithm. Import the function if `run` is its name."""
         if not isinstance(self.run, str):
             assert self.run is not None
             return self.run
@@ -212,7 +213,7 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
         for algorithm in ALGORITHMS.values():
             if algorithm.config_class is kind:
                 return algorithm
-    raise LookupError(f"{type(config).__name__} is the configuration of no algorithm that is registered")
+    raise LookupError(f"no registered algorithm has a configuration of the class {type(config).__name__}")
 
 
 def roles_of(config: MasterConfig) -> Mapping[str, RoleModelConfig]:
@@ -259,7 +260,7 @@ def _problems(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.config_class in [other.config_class for other in ALGORITHMS.values() if other.name in BUILT_IN]:
         yield f"its config_class {algorithm.config_class.__name__} is that of a built-in algorithm; derive from it"
     if algorithm.run is None:
-        yield "it has no run, which is called with the configuration and the run"
+        yield "its attribute run is None, expected a function of the configuration and the training run"
     for name in dict.fromkeys((algorithm.name, algorithm.loop_name, "data")):
         if name not in fields:
             yield f"its config_class {algorithm.config_class.__name__} has no section {name}"

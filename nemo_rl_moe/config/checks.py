@@ -194,6 +194,23 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
         )
 
 
+def shared_prefixes_have_packed_rows(config: MasterConfig) -> Iterator[str]:
+    """Check that no setting needs separate sequences if a shared prefix is computed once."""
+    policy, name = config.policy, "policy.shared_prefix"
+    if policy.shared_prefix is False:
+        return
+    got = f"{name}: got {str(policy.shared_prefix).lower()}, expected false with"
+    if policy.dynamic_batching.enabled:
+        yield f"{got} policy.dynamic_batching.enabled true, which pads sequences; sequence_packing takes no padding"
+    if policy.megatron_cfg.layer_spec == "local":
+        yield f"{got} {MEGATRON}.layer_spec local, whose attention takes no packed rows"
+    if policy.megatron_cfg.context_parallel_size > 1:
+        yield f"{got} {MEGATRON}.context_parallel_size {policy.megatron_cfg.context_parallel_size}"
+    capacity = policy.megatron_cfg.moe_transformer_fields.get("moe_expert_capacity_factor")
+    if capacity is not None:
+        yield f"{got} {MEGATRON}.moe_expert_capacity_factor {capacity:g}, which would drop other assignments"
+
+
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
     """Check that the token budget of a microbatch is enough for the longest sample, which consists of two sequences if
     samples are pairs."""
@@ -302,7 +319,7 @@ def loop_lets_rollouts_run_ahead(config: MasterConfig) -> Iterator[str]:
     if is_asynchronous and not algorithm.rollouts_run_ahead:
         yield (
             f"grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm {algorithm.name}, whose"
-            " loop generates the responses of a step when it begins"
+            " loop generates a step's responses only when the step begins"
         )
 
 
@@ -325,6 +342,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     hybridep_has_batches_of_one_size,
     only_one_way_to_batch,
     packing_has_an_attention,
+    shared_prefixes_have_packed_rows,
     a_microbatch_holds_the_longest_sample,
     global_batch_divides,
     per_layer_logging_needs_tracking,

@@ -70,7 +70,7 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
     if loss.reference_policy_kl_gradient != "estimate":
         yield (
             f"loss_fn.reference_policy_kl_gradient: got {loss.reference_policy_kl_gradient}, expected estimate with"
-            " loss_fn.use_kl_in_reward true, which adds nothing to the loss"
+            " loss_fn.use_kl_in_reward true: the divergence is then in the reward, and has no gradient in the loss"
         )
 
 
@@ -161,7 +161,7 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
             continue
         if not weights:
             example = "{accuracy: 1.0, format: 0.5}"
-            yield f"{key}: got no name, expected a weight for each reward, such as {example}, or null"
+            yield f"{key}: got {{}}, expected the weight of each reward by name, such as {example}, or null"
         elif not any(weights.values()):
             yield f"{key}: all weights are 0, so that nothing would be trained"
         if env.driver.scoring == "by_driver" or not (env.driver.scoring == "by_either" or env.may_name_rewards):
@@ -187,8 +187,9 @@ def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iter
         return
     if megatron.moe_transformer_fields.get("moe_token_dispatcher_type") == "allgather":
         yield (
-            "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank;"
-            " while generating, experts that are shared between ranks need alltoall"
+            "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, expected alltoall with experts that are"
+            " divided between ranks: allgather needs the same number of tokens on every rank, and generation does not"
+            " ensure that"
         )
 
 
@@ -281,8 +282,8 @@ def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
 
 
 def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
-    """Check that a loss that reads label smoothing has it: only sigmoid and robust read it, and robust without it is
-    plain DPO."""
+    """Check that label smoothing is 0 for losses that do not read it (all but `sigmoid` and `robust`), and above 0 for
+    `robust`, which would otherwise be plain DPO."""
     kind, smoothing = config.dpo.preference_loss_type, config.dpo.label_smoothing
     if kind not in ("sigmoid", "robust") and smoothing > 0:
         yield (

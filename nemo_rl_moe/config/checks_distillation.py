@@ -73,8 +73,8 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
         if found != expected:
             wanted = "null" if expected is None else expected
             yield (
-                f"{key}.{name}: got {found}, expected {wanted} with teachers, whose distribution is that of unchanged"
-                " logits"
+                f"{key}.{name}: got {found}, expected {wanted} with teachers: they score with unchanged logits, so the"
+                " policy must sample from unchanged logits too"
             )
 
 
@@ -104,9 +104,11 @@ def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterato
     ):
         if found != expected:
             shown, wanted = (str(value).lower() if isinstance(value, bool) else value for value in (found, expected))
-            yield f"{key}: got {shown}, expected {wanted} {given}, which are not sampled"
+            yield f"{key}: got {shown}, expected {wanted} {given}: given responses are not sampled"
     if settings.topk_logits_k is None:
-        yield f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}, which are not sampled"
+        yield (
+            f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}: given responses are not sampled"
+        )
 
 
 def estimates_from_old_tokens_are_bounded(config: DistillationMasterConfig) -> Iterator[str]:
@@ -114,9 +116,9 @@ def estimates_from_old_tokens_are_bounded(config: DistillationMasterConfig) -> I
     settings, lag = config.distillation, config.grpo.rollouts.most_lag
     if settings.topk_logits_k is None and lag > 0 and config.loss_fn.importance_sampling_correction == "none":
         yield (
-            f"{_KEY}.topk_logits_k: got null with {LAG_KEY} {lag} and loss_fn.importance_sampling_correction none: the"
-            " importance weights of tokens of an older policy would have no bound; a correction, such as truncated,"
-            " sets one, and candidates need no importance weights"
+            f"{_KEY}.topk_logits_k: got null with {LAG_KEY} {lag} and loss_fn.importance_sampling_correction none:"
+            " tokens that older weights sampled would have importance weights without a bound; set a correction such"
+            " as truncated, which bounds the weights, or a number of candidates, which need no weights"
         )
 
 

@@ -14,7 +14,7 @@ _ADAPTER_TRANSPORTS = ("files", "gloo")
 
 
 def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
-    """Check that engine and transport accept adapters if only these are sent, and that dropout is 0, as in rollouts."""
+    """Check that engine and transport support a refit that sends only adapters, and that adapter dropout is 0."""
     if not isinstance(config, GRPOMasterConfig):
         return
     lora, generation = config.policy.lora, config.policy.generation
@@ -34,24 +34,24 @@ def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
         )
     if lora is not None and lora.dropout > 0:
         yield (
-            f"{_KEY}.dropout: got {lora.dropout}, expected 0.0: rollouts are sampled without dropout, so that the ratio"
-            " of probabilities would contain its effect"
+            f"{_KEY}.dropout: got {lora.dropout}, expected 0.0: rollouts are sampled without dropout, so dropout in"
+            " training would change the probability ratio"
         )
 
 
 def experts_and_targets_agree(config: MasterConfig) -> Iterator[str]:
-    """Check that adapters of routed experts have targets."""
+    """Check that the adapters' targets include layers of the MLP if routed experts have adapters."""
     lora = config.policy.lora
     if lora is None or lora.experts == "none" or {ALL_LINEAR, *MLP_TARGETS} & {*lora.targets}:
         return
     yield (
-        f"{_KEY}.experts: got {lora.experts}, expected none, or one of {', '.join(MLP_TARGETS)} or {ALL_LINEAR} among"
-        f" {_KEY}.targets"
+        f"{_KEY}.experts: got {lora.experts}, but {_KEY}.targets has no layer of the experts; expected {_KEY}.experts"
+        f" none, or a target {', '.join(MLP_TARGETS)} or {ALL_LINEAR}"
     )
 
 
 def the_base_is_frozen(config: MasterConfig) -> Iterator[str]:
-    """Check that no setting trains the base of an adapter, or freezes it again."""
+    """Check that no setting trains the base weights of adapters, or freezes weights that adapters freeze already."""
     lora, megatron = config.policy.lora, config.policy.megatron_cfg
     if lora is None:
         return

@@ -55,7 +55,8 @@ def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
             shown = "null" if source.path is None else source.path
             yield (
                 f"data.{name}.path: got {shown}, expected data whose records name an environment of {KEY}"
-                f" (data.environment_key: {config.data.environment_key}); or give each its own by {DATA_KEY}"
+                f" (data.environment_key: {config.data.environment_key}); or set separate data for each environment in"
+                f" {DATA_KEY}"
             )
 
 

@@ -28,7 +28,8 @@ def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
 
 
 def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Check that the precision-aware optimizer is sharded, has bfloat16 weights, and Transformer Engine or offload."""
+    """Check that a precision-aware optimizer is sharded, has bfloat16 weights, and is offloaded to CPUs if there is no
+    Transformer Engine."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     if not chosen.use_precision_aware_optimizer:
@@ -63,7 +64,7 @@ def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> 
                 " whose moments are float32"
             )
     if is_offloaded and not is_on:
-        yield f"{_OPTIMIZER}.optimizer_cpu_offload: true needs {_PRECISION_AWARE}=true, whose gradients it takes"
+        yield f"{_OPTIMIZER}.optimizer_cpu_offload: true needs {_PRECISION_AWARE}=true, which provides its gradients"
     if chosen.overlap_cpu_optimizer_d2h_h2d and not is_offloaded:
         yield (
             f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d: got true, expected false unless"

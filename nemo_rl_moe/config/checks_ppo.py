@@ -24,8 +24,8 @@ def critic_makes_the_advantages(config: PPOMasterConfig) -> Iterator[str]:
 
 
 def policy_trains_after_all(config: PPOMasterConfig) -> Iterator[str]:
-    """Check that the critic does not train alone in all steps. With asynchronous rollouts, which count updates of the
-    policy, it must not train alone in any step."""
+    """Check that the critic does not train alone in all steps. With asynchronous rollouts, it must not train alone in
+    any step, because their age is measured in updates of the policy."""
     start, last = config.ppo.policy_training_start_step, config.grpo.max_num_steps
     key = "ppo.policy_training_start_step"
     if start and last is not None and start >= last:

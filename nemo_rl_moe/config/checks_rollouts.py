@@ -42,8 +42,8 @@ def lag_is_a_number_of_steps(config: GRPOMasterConfig) -> Iterator[str]:
     if 0 < lag < updates:
         key = LAG_KEY if target is None else f"{KEY}.target_lag"
         yield (
-            f"{key}: got {lag}, expected 0 or at least {updates}: a step is {updates} optimizer steps, and with"
-            " fewer no group could run ahead"
+            f"{key}: got {lag}, expected 0 or at least {updates}: a step is {updates} optimizer steps, and with a"
+            " smaller lag no group could be generated ahead of its step"
         )
 
 
@@ -76,14 +76,14 @@ def replayed_routes_are_of_one_version(config: GRPOMasterConfig) -> Iterator[str
 
 
 def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Refuse a schedule in a synchronous run, which would not read it."""
+    """Refuse `replay_schedule` in a synchronous run, because only asynchronous rollouts read it."""
     rollouts = config.grpo.rollouts
     if rollouts.replay_schedule is not None and not rollouts.is_asynchronous:
         yield f"{KEY}.replay_schedule: got {rollouts.replay_schedule}, expected null with {KEY}.mode synchronous"
 
 
 def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the engine returns the sampling mask of `loss_fn.sampling_mask`, and that top-k bounds its size."""
+    """Check that, if the loss replays sampling masks, the engine returns them, and top-k bounds the size of a mask."""
     if config.loss_fn.sampling_mask == "none":
         return
     key, generation = "loss_fn.sampling_mask", config.policy.generation

@@ -102,7 +102,7 @@ def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
 
 
 def only_losses_are_listed(config: MasterConfig) -> Iterator[str]:
-    """Check that a list of balancing types only contains losses."""
+    """Check that a list of load balancing types only contains auxiliary losses, and no other type like `sinkhorn`."""
     types = config.policy.megatron_cfg.moe_transformer_fields.get("moe_router_load_balancing_type")
     if isinstance(types, list):
         for kind in ("sinkhorn", "quantile_balancing", "none"):

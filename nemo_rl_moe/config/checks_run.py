@@ -104,7 +104,7 @@ def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[s
 
 
 def _nearest_metric(name: str) -> str | None:
-    """Return a suggestion, such as `val:accuracy` for `val/accuracy` (its name in the metrics file), or None."""
+    """Return a suggestion for a misspelt metric, or None. For `val/accuracy`, it is `val:accuracy`."""
     match = re.match(r"\s*(val\w*|train\w*)\s*[:/.]+\s*(\S+)", name)
     if match is None:
         return nearest(name, [AUTO_METRIC])
@@ -169,7 +169,10 @@ def adapter_folder_exists(config: MasterConfig) -> Iterator[str]:
     """Check that the adapter to begin with is a folder."""
     lora = config.policy.lora
     if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
-        yield f"policy.lora.path: {_not_found(Path(lora.path))}; expected a folder of peft's, `final` or a checkpoint"
+        yield (
+            f"policy.lora.path: {_not_found(Path(lora.path))}; expected a folder in peft's form, `final` or a"
+            " checkpoint"
+        )
 
 
 def training_data_exists(config: LoopMasterConfig) -> Iterator[str]:
@@ -210,7 +213,7 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
         return
     folder = Path(name)
     if not folder.is_dir():
-        yield f"{key}: {_not_found(folder)}; expected a folder, or a hub's name such as Qwen/Qwen3-30B-A3B"
+        yield f"{key}: {_not_found(folder)}; expected a folder, or a name on the hub such as Qwen/Qwen3-30B-A3B"
     elif needs is not None and not (folder / needs).is_file():
         yield f"{key}: the folder {name} holds no {needs}"
 

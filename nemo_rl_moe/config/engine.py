@@ -83,7 +83,7 @@ class Engine:
     takes_adapters: bool = False
 
     def factory(self) -> Callable[[Any], Any]:
-        """Return the function that starts the engine. If the record has its name, import it."""
+        """Return the function that starts the engine. Import the function if `make` is its name."""
         if not isinstance(self.make, str):
             return self.make
         function: Callable[[Any], Any] = import_attribute(f"{self.name}: make", self.make)

@@ -112,8 +112,8 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, 
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` merged into it, section by section. A value of `over` that is no section, or a section
-    with another `kind`, replaces the value of `base`."""
+    """Return `base` with `over` merged into it, section by section. A plain value of `over` replaces the value of
+    `base`. So does a section of `over` whose `kind` differs from that of `base`."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -228,8 +228,8 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
 
 
 def _flow_hint(line: Sequence[str]) -> str:
-    """Return a hint to use quotes if the line has an interpolation, which braces or brackets may have split, else an
-    empty text."""
+    """Return a hint to put interpolations in quotes if the line has one, else an empty text. Without quotes, YAML
+    misreads an interpolation inside of `{...}` or `[...]`."""
     return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
 
 

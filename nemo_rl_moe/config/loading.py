@@ -47,7 +47,7 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
     algorithm = _algorithm_in(read_with_defaults(find_config(path)))
     if algorithm is None:
         sections = " or ".join(BUILT_IN)
-        raise ConfigurationError(f"{path}: no section names its algorithm; expected {sections}")
+        raise ConfigurationError(f"{path}: has no section of an algorithm, expected {sections}")
     return load_config_as(algorithm.config_class, path, overrides, check_paths=check_paths)
 
 
@@ -125,7 +125,7 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
-    """Return the algorithm that a file names, or else the last built-in one whose section it has."""
+    """Return the algorithm that the key `algorithm` names, or else the last built-in algorithm with a section."""
     # An algorithm that has the sections of another algorithm too comes after that algorithm.
     named = values.get(ALGORITHM_KEY)
     if named is not None:

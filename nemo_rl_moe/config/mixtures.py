@@ -16,9 +16,10 @@ _OF_DATA = ("train", "validation", "prompt_key", "prompt_template", "answer_key"
 
 
 def with_mixtures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which each environment of `env.mixture` and `data.environments` has all its keys.
+    """Return the configuration's values with complete sections of environments (`env.mixture`, `data.environments`).
 
-    Keys that are missing in a section with a `kind` get the defaults of that kind.
+    A key that is missing in such a section gets the value of `env` or `data`. A key that is missing in a section with a
+    `kind` gets the default of that kind.
     """
     found = dict(values)
     env, data = found.get("env"), found.get("data")
@@ -40,7 +41,7 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
 
 
 def _over(shared: Any, entry: Any) -> Any:
-    """Return an environment's entry merged over the shared section. Dicts other than `_SECTIONS` are replaced."""
+    """Return an environment's entry merged over the shared section, but replace mappings that are not `_SECTIONS`."""
     if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
         return entry
     if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):

@@ -25,12 +25,12 @@ from nemo_rl_moe.masking import masked
 
 
 def translate(path: Path) -> Translation:
-    """Translate a file, including the files that it inherits from."""
+    """Translate a NeMo-RL configuration file, with the files that it inherits from, to this package's keys."""
     return translate_tree(read_theirs(path), path)
 
 
 def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
-    """Translate a configuration that has been read from `path`."""
+    """Translate a NeMo-RL configuration that has been read from `path` to this package's keys."""
     translation = Translation(algorithm_in(theirs, path))
     try:
         asked = Theirs(one_set_of_samples(masked(theirs), translation))
@@ -46,8 +46,8 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
 
 
 def _sections_off(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Yield the keys of the outermost sections with `enabled: false`, except for `_KEPT_WHILE_OFF`, whose values are
-    kept."""
+    """Yield the keys of the outermost sections with `enabled: false`. Sections in `_KEPT_WHILE_OFF` are not yielded, so
+    that their values are translated although they are off."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if not isinstance(value, Mapping):
@@ -69,7 +69,7 @@ _KEPT_WHILE_OFF = (
 
 
 def _sections_of_others(theirs: Theirs) -> Iterator[str]:
-    """Yield the keys of sections for backends, loggers and environments that another key does not select."""
+    """Yield the keys of sections that have no effect, because the run uses another backend, logger or environment."""
     backend = theirs.get("policy.generation.backend", "vllm")
     chosen, environments = environment_of(theirs), theirs.get("env", {})
     for section, is_read in (
@@ -86,8 +86,8 @@ def _sections_of_others(theirs: Theirs) -> Iterator[str]:
 
 
 def _translate_key(translation: Translation, key: str, values: Mapping[str, Any], off: list[str]) -> bool:
-    """Translate one key by its row of the table, or report why it has no counterpart. Return whether a rule, instead of
-    the row, must translate the key."""
+    """Translate one key by its row in the table of keys, or report why the key has no counterpart. Return True without
+    translation if the row leaves the key to a rule, a function that translates several keys together."""
     value = values[key]
     section = next((above for above in off if key.startswith(f"{above}.") or key == above), None)
     if section is not None:
@@ -110,7 +110,8 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
 
 
 def _report(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
-    """Report a key without a counterpart, as idle if its value has no effect: null, false, zero, empty, or `off`."""
+    """Report a key without a counterpart. It is reported in `idle` if its value (null, false, zero, empty or `off`) has
+    no effect, else in `without`."""
     if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")
     else:

@@ -23,7 +23,8 @@ def read_theirs(path: Path) -> dict[str, Any]:
     for key, _ in leaves(merged):
         if key.rpartition(".")[2] == "_override_":
             raise ConfigurationError(
-                f"{path}: {key}: only supported at the top of a section: write this section out in full"
+                f"{path}: {key}: only supported directly in a top-level section, such as policy._override_: write this"
+                " section out in full"
             )
     try:
         with _their_resolvers():

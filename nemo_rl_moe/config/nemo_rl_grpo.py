@@ -15,7 +15,7 @@ NO_BOUND = 1.0e9
 
 
 def estimator(theirs: Theirs, translation: Translation) -> None:
-    """Translate the estimator of advantages. Older configurations have its switches in the section `grpo`."""
+    """Translate the estimator of advantages. Older configurations have the estimator's switches in section `grpo`."""
     section, values = "grpo.adv_estimator", translation.values
     name = theirs.get(f"{section}.name", "grpo")
     normalize, leave_one_out = True, False
@@ -48,7 +48,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """Return advice on how to set an estimator of named rewards here, with a function of the user for the rewards."""
+    """Return advice for an estimator of several rewards: the settings here, with a user's function as the reward."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]

@@ -44,8 +44,11 @@ class Row:
         return self.of_sft if algorithm == "sft" and self.of_sft else self.ours
 
     def repeated_by(self, key: str) -> str:
-        """Return the key that `repeats` names for `key`, a key of this row: if both have the same value, `key` needs no
-        counterpart. Empty: there is no such key."""
+        """Return the other key of NeMo-RL that makes `key` redundant if both have the same value, or an empty text.
+
+        Args:
+            key: A key of this row. If `repeats` is a section, the result is the key of the same name in that section.
+        """
         repeats, above = self.repeats or "", self.theirs.removesuffix("*")
         return repeats if above == self.theirs else repeats.removesuffix("*") + key.removeprefix(above)
 
@@ -136,7 +139,7 @@ def row_of(key: str) -> Row | None:
 
 
 def counterpart_of(key: str) -> str | None:
-    """Return the end of an error line about a key that only NeMo-RL has, or None for other keys."""
+    """Return the end of an error line that gives the key here for a key of NeMo-RL. None if NeMo-RL has no such key."""
     row = _BY_KEY.get(key, _BY_KEY.get(f"{key}.*"))
     if row is None or row.ours == key:
         return None

@@ -26,7 +26,7 @@ def critic(theirs: Theirs, translation: Translation) -> None:
 
 
 def teacher(theirs: Theirs, translation: Translation) -> None:
-    """Translate the teacher, and set an estimator without groups, because distillation trains on no reward."""
+    """Translate the teacher. Also set an estimator that compares no responses, as distillation trains on no reward."""
     values = translation.values
     if not theirs.has("teacher"):
         translation.obstacles.append("distillation.teachers: no section teacher there: name the models to learn from")

@@ -50,7 +50,8 @@ class Translation:
 
     @property
     def generates(self) -> bool:
-        """Whether the algorithm uses GRPO's loop here. In NeMo-RL, the section of the loop has the algorithm's name."""
+        """Whether the settings of the algorithm's loop are in the section `grpo` here. In NeMo-RL, their section has
+        the algorithm's name."""
         return self.algorithm not in ("sft", "dpo")
 
     def nested(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterato
         if 0 < updates < warmup:
             yield (
                 f"the learning rate is still warming up when the run ends: {updates} of the {warmup} steps of"
-                f" {key}.lr_warmup_iters, so that it comes to {updates / warmup:.0%} of lr"
+                f" {key}.lr_warmup_iters, so the learning rate ends at {updates / warmup:.0%} of lr"
             )
 
 
@@ -131,9 +131,9 @@ def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> 
     # The first checkpoint already lacks the metric, since its step is no multiple of val_period.
     if period < num_steps or (period == num_steps and not loop.val_at_end):
         yield (
-            f"checkpointing.save_period: {period} saves at steps such as {period} where there is no"
-            f" {metric_in_force(config)} ({name}.val_period: {loop.val_period}): those checkpoints rank below"
-            " the ones that have it; a multiple of val_period gives it to all"
+            f"checkpointing.save_period: {period} saves at steps without a validation, such as {period}"
+            f" ({name}.val_period: {loop.val_period}): such checkpoints have no {metric_in_force(config)}, and rank"
+            " below all others; to validate at each save, set a multiple of val_period"
         )
 
 

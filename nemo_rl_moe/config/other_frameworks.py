@@ -18,7 +18,7 @@ def counterparts() -> dict[str, list[dict[str, str]]]:
 
 
 def counterpart_elsewhere(key: str, known: Sequence[str]) -> str | None:
-    """Return the end of an error line about an unknown key, if TRL or verl has the key, else None.
+    """Return the end of an error line that gives the key here for an unknown key of TRL or verl. None for other keys.
 
     An argument of TRL is recognised in any section, a key of verl only by its full name.
     """

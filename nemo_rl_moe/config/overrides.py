@@ -68,9 +68,9 @@ def apply_overrides(
     """Apply overrides in order, but overrides of a section's `kind` first, since a new kind replaces the section.
 
     Args:
-        known_around: Function of an override's key and the current values. It returns every full key of the schema, and
-            the keys of the entry that the override's key leads into. These keys need no `+`, even if the YAML lacks
-            them.
+        known_around: Function of an override's key and the current values. It returns every full key that needs no `+`,
+            even if the YAML lacks it: the keys of the schema and, if the override's key is inside a section that the
+            user named, the keys of this section.
 
     Returns:
         The new mapping, and a line for each override that could not be applied.

@@ -255,7 +255,7 @@ class GenerationConfig(EngineSections):
 
 
 class RoutingMeasurementsConfig(StrictModel):
-    """Additional log-probability passes over a sample of a step's sequences, which explain its routing."""
+    """Additional log-probability passes over a sample of a step's sequences, to measure effects of MoE routing."""
 
     every_n_steps: PositiveInt | None
     """Number of steps from one measurement to the next. null: never."""

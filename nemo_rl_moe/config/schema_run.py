@@ -115,7 +115,7 @@ class SampleDataConfig(ResponseDataConfig):
 
     @property
     def keys(self) -> dict[str, str]:
-        """Part of a sample in this package's format -> key of the records that the configuration names for it."""
+        """This package's key for a part of a sample, such as `prompt` -> the records' key, if the user has set it."""
         return _named(
             messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key, system=self.system_key
         )

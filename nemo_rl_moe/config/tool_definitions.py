@@ -20,7 +20,7 @@ SET_BY_THE_RUN = (
 
 
 def definition_problem(definition: object) -> str | None:
-    """Return the problem of a tool's definition, or None. The caller's error line begins with its key."""
+    """Return the problem of a tool's definition, without the definition's key, or None if there is no problem."""
     function: Any = definition.get("function") if isinstance(definition, Mapping) else None
     name: Any = function.get("name") if isinstance(function, Mapping) else None
     if isinstance(name, str) and name:
@@ -29,8 +29,8 @@ def definition_problem(definition: object) -> str | None:
 
 
 def reserved_name_problem(names: Mapping[str, object]) -> str | None:
-    """Return the problem if `names` has variables of the chat template that the run itself sets, or None. The caller's
-    error line begins with their key."""
+    """Return the problem, without the key of `names`, if `names` has variables of the chat template that only the run
+    may set. Otherwise return None."""
     taken = [name for name in names if name in SET_BY_THE_RUN]
     return (
         f"the run itself sets {' and '.join(taken)}; expected other names, such as enable_thinking" if taken else None

@@ -125,8 +125,8 @@ def _is_passed_through(file: str) -> bool:
 
 
 def _hides_a_file(module: Any) -> str:
-    """Return a remark with the module's file if the working folder has a file of the same name, which the module hides,
-    else an empty text."""
+    """Return a remark if the imported module hides a file of the same name in the working folder, else an empty
+    text."""
     file = Path(getattr(module, "__file__", None) or "")
     own = Path.cwd() / file.name
     return f" ({file}, which comes before {own.name} of the working folder)" if own.is_file() and own != file else ""

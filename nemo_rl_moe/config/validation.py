@@ -73,10 +73,10 @@ def _entry(values: Any, name: str) -> Any:
 
 
 def keys_around(model: type[BaseModel], path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return every full key of the schema, and the keys of the entry that `path` leads into if a field maps names of
-    the user's choice to sections.
+    """Return every full key that may be set near `path`: the keys of the schema and, if `path` is inside a section that
+    the user named (such as an environment of a mixture), the keys of that section.
 
-    A field that maps such names to plain values, such as `policy.megatron_cfg.env_vars`, may have any key.
+    In a field that maps the user's names to plain values, such as `policy.megatron_cfg.env_vars`, any key is known.
     """
     known = [*known_keys(model, values=values), *_keys_beside(model, path, values)]
     place, field = field_at(model, path, values)
@@ -338,16 +338,16 @@ def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: Field
 
 
 def _or_no_section(schema: type[BaseModel], place: Sequence[str]) -> str:
-    """Return the end of an error line about a missing key that suggests null for its section, if the section may be
-    null."""
+    """Return the end of an error line about a missing key. It suggests null for the key's section, or is empty if the
+    section may not be null."""
     _, section = field_at(schema, place[:-1])
     may_be_null = section is not None and NoneType in get_args(section.annotation)
     return f", or {_dotted(place[:-1])}: null" if may_be_null else ""
 
 
 def _suggestion(field: FieldInfo, value: Any) -> str | None:
-    """Return the allowed value that is most similar, or a reference to the user's code with a colon in place of its
-    last dot, or None."""
+    """Return a suggestion for a wrong value, or None: the most similar allowed value or, for a reference to the user's
+    code, `package.module:name` instead of `package.module.name`."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     if "package.module:" in expected(field) and (own := [name for text in texts if (name := with_colon(text))]):
         return own[0]
@@ -379,7 +379,8 @@ def _problem_of_entry(
 
 
 def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) -> list[str]:
-    """Return the full keys of the section at or above the location whose name the user chose, or an empty list."""
+    """Return the full keys of the section that the user named and that contains the location. Empty if there is no such
+    section."""
     for size in range(1, len(location)):
         place, field = field_at(schema, location[:size], values)
         entry = None if field is None else entry_annotation(field.annotation)

@@ -162,7 +162,8 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
 
 
 def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
-    """Return whether a token may cross the border of a span. Tokens of blank space may have no offsets."""
+    """Return whether a token may cross the border of a span. This includes borders at which no token is known to end,
+    because some tokenizers give no offsets for blank space."""
     first, end = offsets[:, 0], offsets[:, 1]
     return any(
         bool(((first < border) & (border < end)).any()) or border not in end

@@ -71,8 +71,8 @@ class Extension:
     Attributes:
         token_ids: Tokens to append to the sampled tokens: the end token if the turn has none, the template's text
             between turns, the new messages and the next generation prompt.
-        messages: The conversation so far, which is `before` of the next turn. If the template takes calls only as
-            structured fields, turns with such calls replace turns whose calls are sampled text.
+        messages: The conversation so far, which is `before` of the next turn. If the template requires calls as
+            structured fields, sampled turns that contain calls as text are replaced by turns with such fields.
         text: Rendering of `messages`, which is `text_before` of the next turn.
         begins_anew: Whether `token_ids` are the entire conversation, rendered anew, instead of tokens to append.
     """
@@ -111,8 +111,10 @@ class Continuation:
         self._glue = GlueFinder(self._render, self._controls)
 
     def extend(self, turn: SampledTurn, messages: Sequence[Mapping[str, object]]) -> Extension:
-        """Return the tokens that append answers, and the next generation prompt, to a sampled turn. Answers are
-        messages with a role in `ANSWERING_ROLES`.
+        """Continue a conversation after a sampled turn, up to the next generation prompt. Return the tokens to append.
+
+        Args:
+            messages: Answers to the turn, with a role in `ANSWERING_ROLES`, such as tools' results.
 
         Raises:
             RecordError: A message is malformed, or the template does not show it.
@@ -185,7 +187,8 @@ class Continuation:
         )
 
     def _shown_again(self, turn: SampledTurn, new: Sequence[Message]) -> Message:
-        """Return the turn as a message, without the header that the template writes before every text."""
+        """Return the turn as a message for the template. A header that the model sampled is removed if the template
+        adds it."""
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         own = self._as_text(turn, prompted)
         header = self._glue.header(new, turn.inputs)
@@ -194,13 +197,13 @@ class Continuation:
         # As in gpt-oss: the model writes the header itself, after thinking, which the template drops.
         _, found, text = own["content"].rpartition(header)
         if not found:
-            raise NoExtension(f"the chat template writes {header!r} before a text, and the turn does not have it")
+            raise NoExtension(f"the chat template writes {header!r} before a turn's text, but the model has not")
         return {**own, "content": text}
 
     def _plain(
         self, render: Callable[[Sequence[Message]], str], whole: Sequence[Message], first: int, text: str
     ) -> list[Span]:
-        """Return the spans of contents that the environment wrote and that have control tokens."""
+        """Return the spans in `text` of message contents that contain control tokens and are not the model's."""
         controls = self._require_controls()
         chosen = [
             index
@@ -287,13 +290,13 @@ class Continuation:
         sampled = turn.end_token_id
         if sampled is not None and sampled != glue.end and self._is_special(sampled):
             raise OtherEnd(
-                f"the turn ends with {self._text_of(sampled)!r}, and the chat template ends it with"
-                f" {self._text_of(glue.end)!r} if another turn follows"
+                f"the turn ends with {self._text_of(sampled)!r}, but if another turn follows, the chat template ends it"
+                f" with {self._text_of(glue.end)!r}"
             )
         ids = self._encode(glue.text, glue.plain)
         # Encoded with the end token at the beginning, so that the rest is tokenized as in a conversation.
         if ids[:1] != [glue.end]:
-            raise NoExtension(f"the tokenizer encodes {self._text_of(glue.end)!r} before other text as other tokens")
+            raise NoExtension(f"the tokenizer does not encode {self._text_of(glue.end)!r} as one token if text follows")
         return ids[1:] if sampled == glue.end else ids
 
     def _encode(self, text: str, plain: Sequence[Span]) -> list[int]:
@@ -308,8 +311,8 @@ class Continuation:
         return self._controls
 
     def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
-        """Return the turn as a message with the sampled text. If the generation prompt opened its thinking, the start
-        mark is added."""
+        """Return the turn as a message with the sampled text. If the generation prompt ends with the mark that begins
+        thinking, the text begins with this mark."""
         text = self._sampled_text(turn)
         is_opened = prompted.rstrip().endswith(THINK_START) and THINK_END in text
         return {"role": "assistant", "content": prompted[prompted.rindex(THINK_START) :] + text if is_opened else text}

@@ -68,7 +68,9 @@ class ControlTokens:
         starts, ends = [start for start, _ in plain], [end for _, end in plain]
         outside = [text[end:start] for end, start in zip([0, *ends], [*starts, len(text)], strict=True)]
         if self._controls(ids) != self._controls(self._encode(_MARK.join(outside))):
-            raise RenderError("a message has the text of a control token, for which the tokenizer has no other tokens")
+            raise RenderError(
+                "a message has the text of a control token, which the tokenizer cannot encode as plain text"
+            )
         return ids
 
     def _cuts(self, text: str, plain: Sequence[Span]) -> Iterator[int]:
@@ -93,7 +95,9 @@ class ControlTokens:
 
 
 def too_many_tokens(text: str, most_tokens: int | None, encode: Callable[[str], Sequence[int]]) -> list[int] | None:
-    """If a text has more than `most_tokens` tokens, return its first tokens, a few more than that number, else None.
+    """Return the first tokens of a text that has more than `most_tokens` tokens. Return None for a shorter text.
+
+    The number of tokens is a little above `most_tokens`.
 
     Tokenization blocks the process, and a text of megabytes takes many seconds. A long text is therefore tokenized in
     pieces until there are too many tokens. Each cut may add a few tokens.

@@ -35,10 +35,12 @@ _Change = tuple[str, Request]
 
 
 class Cures:
-    """Searches a cure for each kind of problem once, and tries it on further conversations with that problem.
+    """Searches changes with which a chat template renders conversations that it has refused.
+
+    The search is made once for each kind of problem. Other conversations with this problem only try the same change.
 
     Args:
-        names: Name that the template reads -> texts with which the template compares it.
+        names: Name of a variable that the template reads -> texts with which the template compares the variable.
         tokens: Names in `names` that are special tokens.
     """
 

@@ -63,7 +63,8 @@ class ImageReader:
         assert reference.path is not None
         if self.folder is None:
             raise RecordError(
-                f"{reference.name} is the path {reference.path}, and the data has no folder; data.image_root names one"
+                f"{reference.name} is the path {reference.path}, but the data is not in a local folder; set"
+                " data.image_root to the folder of the images"
             )
         try:
             folder = self.folder.resolve()

@@ -125,8 +125,8 @@ def require_image_key(
     for name in USUAL_KEYS:
         if name != key and _has_images(record.get(name), name):
             raise DataError(
-                f"{sample_id}: there are images in {name}, {IMAGE_MARK} in the texts, and no {key} (data.image_key); "
-                f"data.image_key={name} reads them, data.image_key=null reads {IMAGE_MARK} as text"
+                f"{sample_id}: there are images in {name}, and {IMAGE_MARK} in the texts, expected images in {key} "
+                f"(data.image_key); set data.image_key={name} to read the images, or null to read {IMAGE_MARK} as text"
             )
 
 
@@ -154,7 +154,7 @@ def place_images(
             raise RecordError(f"there are {counted(open_parts, 'part')} of type image without an image, and {missing}")
         return list(messages)
     if len(parts) > open_parts:
-        raise RecordError(f"there are images in {key}, and parts of type image with images of their own")
+        raise RecordError(f"there are images both in {key} and in parts of type image, expected only one of the two")
     if open_parts:
         _require_as_many(open_parts, "parts of type image", images, key)
         return _filled(messages, images)

@@ -226,7 +226,7 @@ def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reade
     if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [rule.token_id]:
         raise DataError(
             f"policy.tokenizer: token {rule.token_id}, which stands for images (image_token_id of the model), "
-            f"{'is missing' if not isinstance(token, str) else f'cannot be written: {token!r} is not one token'}"
+            f"{'is missing' if not isinstance(token, str) else f'has a text that is not encoded as it: {token!r}'}"
         )
     if not isinstance(rule.sizes, TileSizes):
         return ImageTokenizer(rule, reader, token)

@@ -50,11 +50,11 @@ def with_thinking_apart(message: Message, key: str) -> Message:
 
 
 def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
-    """Raise `RenderError` if the text of a conversation lacks a system turn, a tool's result, a call, or the last
-    turn's thinking or text next to calls.
+    """Raise `RenderError` if the text of a conversation lacks a part that must not be missing.
 
-    Many templates drop thinking and text next to calls of earlier turns on purpose, at inference as in training:
-    `left_out_notes` reports these.
+    These parts are system turns, tools' results, tool calls and, in the last turn, the thinking and the text next to
+    calls. In earlier turns, thinking and text next to calls may be missing, as many templates drop them on purpose,
+    also at inference. `left_out_notes` reports them.
     """
     for index, message in enumerate(messages):
         if message["role"] in ("user", "assistant"):

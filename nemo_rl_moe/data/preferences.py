@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 RESPONSES = ("chosen", "rejected")
-_OTHER_KEYS = "data.chosen_key and data.rejected_key name others"
+_OTHER_KEYS = "to use other keys, set data.chosen_key and data.rejected_key"
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def parse_preference(
         prompt = parse_turns(turns_of_prompt(record["prompt"], own), own, "user")
     if not prompt:
         raise RecordError(
-            "the line has no prompt, and chosen and rejected do not begin with the same messages; data.prompt_key names"
-            " another"
+            "the line has no prompt, and chosen and rejected do not begin with the same messages; to use another key as"
+            " prompt, set data.prompt_key"
         )
     if _are_same(shared[-len(prompt) :], prompt):  # both responses repeat the prompt, perhaps after a system turn
         prompt = shared
@@ -177,8 +177,8 @@ def _require_in_turn(prompt: Sequence[Message], prompt_name: str, response: Sequ
     last, first = prompt[-1]["role"], response[0]["role"]
     if first in SYSTEM_ROLES or (last == first and first in ("user", "assistant")):
         raise RecordError(
-            f"{prompt_name} ends in a turn of role {last}, and {name} begins with one of role {first}: write the"
-            " messages up to the responses as prompt, and the responses without them"
+            f"{prompt_name} ends in a turn of role {last}, and {name} begins with one of role {first}: the prompt"
+            " must contain all messages before the responses, and the responses must not repeat them"
         )
 
 

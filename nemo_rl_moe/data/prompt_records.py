@@ -109,10 +109,10 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
 def prompt_columns(
     data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
-    """Return a function of a file's path and column names.
+    """Return a function that chooses the columns of a table to read, given the table's path and column names.
 
-    It checks that the columns of `data.prompt_key` and, if needed, `data.answer_key` exist, and returns all names,
-    since every column belongs to the record.
+    The function chooses all columns, because all belong to the record. It raises `DataError` if the column of
+    `data.prompt_key` or, if answers are needed, of `data.answer_key` is missing.
     """
     keys = {"data.prompt_key": data.prompt_key}
     if env is not None and env.needs_answers:

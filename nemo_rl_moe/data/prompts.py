@@ -59,7 +59,8 @@ class Prompt:
     read: bytes = b""
 
     def identity(self) -> tuple[object, ...]:
-        """Return a value that is equal for prompts that are equal to the model and to code that reads the record."""
+        """Return a value that is equal for two prompts if neither the model nor code that reads the record can
+        distinguish them."""
         return self.token_ids, self.images.digests() if self.images is not None else (), self.read
 
 
@@ -103,8 +104,9 @@ def load_prompts(
     """Read one set of prompts, or sample it from the environment's task. Tokenize and return it.
 
     Repeated prompts with the same answer are dropped and counted. If prompts are sampled, a repeated one is replaced by
-    a sample with another seed. Two sets with different seeds share no seed of an item, but may share a question by
-    chance, in particular if the task has few questions (see `without_training_prompts`).
+    a sample with another seed. Each item is sampled with its own seed. Sets with different values of `seed` have no
+    item's seed in common, but may have equal questions by chance, in particular if the task has few questions (see
+    `without_training_prompts`).
 
     Args:
         max_prompt_length: Maximum number of tokens. Longer prompts are dropped and counted.
@@ -114,7 +116,8 @@ def load_prompts(
         environment: Name in `env.mixture`. Empty without a mixture.
         shared: Finds the records of this environment if environments share the data. None: they do not.
         response_key: Key of the response in each record. None: records have no response.
-        own: The environment's own prompts. None: the environment has no prompts.
+        own: Prompts that the environment itself provides, as a library's environment does. They are read instead of
+            `source`. None: `source` is read.
     """
     num_resampled = 0
     if own is not None:
@@ -210,7 +213,8 @@ def _sampled(
     task = env.reward if env is not None else None
     if not isinstance(task, ReasoningGymConfig) or source.num_items is None:
         raise ConfigurationError(
-            "data: a path of null samples prompts from a task of env.reward.kind reasoning_gym, and needs num_items"
+            "data: if path is null, prompts are sampled from a task, which needs env.reward.kind reasoning_gym and"
+            " num_items"
         )
     sampled = draw_items(task, source.num_items, source.seed)
     name = f"{task.task}[seed {source.seed}]"
@@ -304,7 +308,7 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
     if not kept:
         raise DataError(
             f"data.validation: each of the {counted(len(held_out), 'prompt')} of {held_out.report.name} is a training "
-            "prompt too; name held-out data, or null"
+            "prompt too; set data.validation to held-out data or to null"
         )
     report = replace(
         held_out.report,

@@ -67,8 +67,8 @@ class OwnForm:
 class FormOfLines:
     """The keys of prompt and responses in the first line of a data set. All other lines must have the same keys.
 
-    If a line lacks a key, another usual key that it has, such as `answer` instead of `completion`, often has another
-    meaning.
+    This rule is needed because a key is not replaced by another one of the same usual meaning: in a line without
+    `completion`, for example, `answer` often means something else.
     """
 
     _first: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -147,7 +147,7 @@ def turns_of_prompt(value: Any, name: str) -> Any:
         return [*turns, last]
     if last["content"]:
         raise RecordError(
-            f"{name} ends in words of the assistant, and a response follows: end it in {_ANSWER.strip()!r}"
+            f"{name} ends in text of the assistant, and a response follows: {name} must end in {_ANSWER.strip()!r}"
         )
     return turns
 
@@ -168,11 +168,13 @@ def turns_before(formed: OwnForm, keys: Keys) -> list[dict[str, Any]]:
             *({"role": role, "content": text} for pair in pairs for role, text in zip(speakers, pair, strict=True)),
         ]
     if are_pairs:
-        raise RecordError(f"the line has {HISTORY} beside messages, expected one of the two; write its turns there")
+        raise RecordError(
+            f"the line has both {HISTORY} and messages, expected one of the two; write all turns in messages"
+        )
     if "prompt" not in keys and formed.record.get("prompt") is not None:
         raise RecordError(
             f"{HISTORY} is {kind_of(history)}, expected a list of pairs of question and answer; write the turns as"
-            f" messages, or set data.prompt_key: {formed.name('prompt')} to leave it out"
+            f" messages, or set data.prompt_key={formed.name('prompt')} to ignore {HISTORY}"
         )
     return found
 
@@ -190,7 +192,7 @@ def _system_of(record: Mapping[str, Any], keys: Keys) -> str | None:
         )
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise RecordError(f"{name} is {kind_of(text)}, expected a string; data.system_key names another")
+            raise RecordError(f"{name} is {kind_of(text)}, expected a string; to use another key, set data.system_key")
         return text
     return None
 

@@ -81,7 +81,17 @@ def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list[str]:
-    """Return the table's columns that contain `keys`. `keys` maps the setting that names a key to the key."""
+    """Return the columns of a table that hold the keys of its records.
+
+    Args:
+        path: Path of the table, for error messages.
+        names: Names of the table's columns.
+        keys: Setting, such as `data.prompt_key` -> key that it names. Of a key with dots, the first part may be the
+            column.
+
+    Raises:
+        DataError: A column is missing.
+    """
     columns = {setting: key if key in names else key.partition(".")[0] for setting, key in keys.items()}
     for setting, column in columns.items():
         if column not in names:

@@ -23,7 +23,7 @@ from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.data.training_marks import MARKS, take_training_marks
 
-OTHER_KEYS = "data.messages_key, or data.prompt_key and data.completion_key, name others"
+OTHER_KEYS = "to use other keys, set data.messages_key, or data.prompt_key and data.completion_key"
 _LONGEST_REASON = 1000
 
 
@@ -143,7 +143,7 @@ def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | Non
         if value is None:
             raise RecordError(
                 f"the line has {names[other]} but no {names[own]}; its keys: {names_in(formed.keys())};"
-                f" data.{own}_key names another"
+                f" to use another key, set data.{own}_key"
             )
     before = turns_before(formed, keys)
     context = behind(before, parse_turns(turns_of_prompt(prompt, names["prompt"]), names["prompt"], "user"))

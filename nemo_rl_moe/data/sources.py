@@ -84,7 +84,8 @@ def _load(path: str, split: str) -> Any:
     if not local.exists() and table.info.builder_name in KIND_OF_SUFFIX.values():
         raise DataError(
             f"{path}: the hub cannot be reached, and the cache of `datasets` has values whose types were guessed from"
-            f" {table.info.builder_name} files; start once while the hub can be reached, or set the path to the files"
+            f" {table.info.builder_name} files, perhaps wrongly; start once while the hub can be reached, or set the"
+            " path to local files"
         )
     return table
 
@@ -112,7 +113,7 @@ def _load_errors(path: str) -> Iterator[None]:
     except Exception as error:  # the library, the hub and the file formats raise dozens of types
         if not Path(path).exists() and (silence := hub_silence()) is not None:
             raise DataError(
-                f"{path}: cannot be had from the hub ({silence}), nor from its cache: {one_line(error)}"
+                f"{path}: cannot be loaded from the hub ({silence}) or from its cache: {one_line(error)}"
             ) from error
         # `DatasetGenerationError` only wraps another error.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error

@@ -94,8 +94,8 @@ def _read_list(path: Path, parse: Parse[Parsed]) -> list[Parsed | BadLine]:
 
 
 def _read_csv(path: Path, parse: Parse[Parsed], choose_columns: ChooseColumns) -> list[Parsed | BadLine]:
-    """Read a table with a header. Each row becomes a record of unchanged texts. Its sample id has the number of its
-    first line."""
+    """Read a table with a header. Each row becomes a record of unchanged texts. The record's sample id has the number
+    of the row's first line."""
     csv.field_size_limit(_LONGEST_CELL)
     rows = csv.reader(io.StringIO(_whole_text(path), newline=""), strict=True)
     header = _header(rows, path)
@@ -194,8 +194,8 @@ def _whole_text(path: Path) -> str:
 
 
 def _text(line: bytes, *, is_first: bool) -> str:
-    """Return the text of a line without its newline, so that the error about an incomplete line has the right
-    column."""
+    """Return the text of a line without its newline. With the newline, errors about JSON that ends too early would name
+    the start of the next line."""
     if is_first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line.strip():

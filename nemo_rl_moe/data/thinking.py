@@ -44,8 +44,8 @@ def find_thinking(before: str, behind: str, generation_prompt: str, template: st
         before: Text before a turn's thinking in a rendering. Empty if the template shows no thinking.
         behind: Text after a turn's thinking in the same rendering.
         generation_prompt: Text that the template puts before a turn of the model.
-        template: The template's text. A template that drops thinking may still search for its end mark, as DeepSeek's
-            do.
+        template: Source of the template. If the template drops thinking, its source may still have the end mark, to
+            find thinking and remove it, as in DeepSeek's templates.
     """
     opening = generation_prompt.rstrip()
     for marks in _MARKS:

@@ -71,7 +71,8 @@ def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolC
 
 
 def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: RenderVariant) -> str | None:
-    """Return a note on the parts of calls that a template drops if they have this form, or None if it drops nothing.
+    """Return a note on the parts of tool calls that a template drops if the calls have the form `form`. None without
+    such parts.
 
     Raises:
         RenderError: The template does not show a turn's calls, writes arguments as a Python object, or refuses the

@@ -29,7 +29,7 @@ def end_of(own: str, followed: str, stop_texts: Collection[str]) -> str:
 
 
 def leaves_out_end(text: str, span: Span, stop_texts: Collection[str]) -> bool:
-    """Return whether a span does not end with a stop token, and a stop token follows it."""
+    """Return whether a stop token follows a span that does not end with a stop token itself."""
     first, end = span
     return not _last_token(text[first:end], stop_texts) and bool(first_token(text[end:].lstrip(), stop_texts))
 
@@ -61,8 +61,8 @@ def close_turns(
 
 
 def _first_end(text: str, first: int, end: int, stop_texts: Collection[str]) -> int:
-    """Return the end of a turn's span after the first of the stop tokens at its end, so that further ones are
-    excluded."""
+    """Return the end of a turn's span, shortened so that the span ends with only one stop token if it ended with
+    several."""
     end = min(end, len(text))
     own = text[first:end]
     while stop := _last_token(own, stop_texts):

@@ -37,19 +37,19 @@ class Refusal(NoExtension):
 
 
 class OtherEnd(NoExtension):
-    """If another turn follows, the template ends a turn with another token than the model does."""
+    """The template ends a turn that is not the last one with another token than the model has sampled."""
 
 
 class Rewritten(NoExtension):
-    """If messages follow, the chat template renders the conversation before them in another way."""
+    """The chat template renders a conversation in another way as soon as further messages follow."""
 
 
 @dataclass(frozen=True)
 class Glue:
-    """The text after the content of a turn, with the messages that follow it.
+    """The template's text after the content of a turn, up to and including the next generation prompt.
 
     Attributes:
-        text: End token of the turn, glue, messages and the next generation prompt.
+        text: End token of the turn, text between turns, messages that follow, and the next generation prompt.
         end: Id of the turn's end token.
         plain: Spans of the text in which control tokens are plain text.
     """
@@ -165,18 +165,17 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
         raise OtherEnd(
-            "if another turn follows, the chat template ends a turn with none of the tokens that end the model's turns:"
+            "after a turn that is not the last, the chat template writes none of the tokens that end the model's turns:"
             " " + (", ".join(map(repr, ends)) or "none")
         )
     return min(places)[2]
 
 
 def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield stand-ins, which replace the sampled turn in a rendering, in the forms that it may have: calls if results
-    answer it, a text, and calls with thinking.
+    """Yield stand-ins, which replace the sampled turn in a rendering, one for each form that the turn may have.
 
-    The last form is for templates whose generation prompt opens a think block, but that show the block only in turns
-    with thinking.
+    The forms are tool calls (if `new` has results of tools), a text, and tool calls with thinking. The last form is for
+    templates whose generation prompt opens a think block, but that show the block only in turns with thinking.
     """
     results = [message for message in new if message["role"] == "tool"]
     # Some templates show only one call per turn.
@@ -209,8 +208,8 @@ def _thought_and_calls(results: Sequence[Message], mark: str) -> Message:
 
 
 def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages in which turns with calls replace the assistant turns before results, because some templates
-    require calls there."""
+    """Return messages in which an assistant turn before tools' results has calls. If it had none, another turn with a
+    call for each result replaces it, because some templates refuse results without calls."""
     found = list(messages)
     for index, message in enumerate(messages):
         following = takewhile(lambda later: later["role"] == "tool", messages[index + 1 :])
@@ -232,7 +231,7 @@ def require_unchanged(text: str, prompted: str, said: str, shown: str | None) ->
         Rewritten: A part has changed or is missing.
     """
     if not text.startswith(prompted):
-        raise Rewritten("the chat template renders the turns before this one in another way when it follows")
+        raise Rewritten("the chat template renders the turns before the sampled turn in another way once it follows")
     # Blank space may differ, because templates trim texts.
     if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
         raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")

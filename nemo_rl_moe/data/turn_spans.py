@@ -45,8 +45,8 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class TurnSpans:
-    """Spans of assistant turns. `unprompted`: whether another text than the generation prompt precedes one of the
-    turns."""
+    """Spans of assistant turns. `unprompted` is True if the text before any of these turns does not end with the
+    generation prompt."""
 
     spans: list[Span]
     unprompted: bool
@@ -79,15 +79,15 @@ def turn_spans(
 
 
 def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
-    """Return those of a template's marked `spans` that are turns to train on. If some turns are context, the template
-    must mark one span per assistant turn."""
+    """Return the spans of turns to train on, out of the `spans` that a template marks. If some turns are context, the
+    template must mark one span per assistant turn."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(trained) == len(turns):
         return spans
     if len(spans) != len(turns):
         raise RenderError(
             f"the chat template marks {len(spans)} pieces in {len(turns)} assistant turns, "
-            "so that those to train on cannot be distinguished from context"
+            "so that the turns to train on cannot be distinguished from context"
         )
     return [span for index, span in zip(turns, spans, strict=True) if index in trained]
 
@@ -126,8 +126,8 @@ class _Turn:
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
     def start(self) -> tuple[int, bool]:
-        """Return the start of the turn, the first character after the generation prompt, and whether the complete
-        generation prompt precedes it."""
+        """Return the index of the turn's first character after the generation prompt. Also return whether the complete
+        generation prompt precedes the turn."""
         prompt = self._render(self._before, True) if self._before else ""
         if self._before and self._text.startswith(prompt):
             return len(prompt), True
@@ -158,13 +158,13 @@ class _Turn:
             elif (closed := _without_thinking(between, prompted, self._special_tokens)) is not None:
                 opened = closed
             else:
-                raise self._unstable(f"it opens with {between!r}, and the generation prompt with {prompted!r}")
+                raise self._unstable(f"the turn opens with {between!r}, and the generation prompt with {prompted!r}")
             start = len(head) - len(between) + opened
             if _is_closed(prompted) and self._text[start:].lstrip().startswith(_OPENING_MARKS):
-                raise self._unstable("it thinks, and the generation prompt closes the think block")
+                raise self._unstable("the turn contains thinking, and the generation prompt closes the think block")
             if self._text.startswith(head[:start]):
                 return start, between.startswith(prompted)
-        raise self._unstable("the messages before it are rendered in another way when it follows")
+        raise self._unstable("the messages before the turn are rendered in another way when the turn follows")
 
     def end(self, start: int) -> int:
         """Return the end of the turn after its end token."""
@@ -181,7 +181,7 @@ class _Turn:
         too."""
         header = first_token(opening.strip(), self._special_tokens) or opening.strip()
         if header and self._before[-1]["role"] == "assistant" and header in self._text[start:end]:
-            raise self._unstable(f"{header!r} is written between it and the assistant's turn before it")
+            raise self._unstable(f"{header!r} is written between the turn and the assistant's turn before it")
 
     def _end_by(self, stand_in: Message, start: int) -> int:
         text = self._text
@@ -195,19 +195,19 @@ class _Turn:
         elif token == ending.strip() and first_token(tail, self._special_tokens):
             rest = tail  # the model does not write its end token, so only its text is trained on
         else:
-            raise self._unstable("it is rendered in another way when further turns follow")
+            raise self._unstable("the turn is rendered in another way when further turns follow")
         end = len(text) - len(rest)
         if not text.endswith(rest) or end < start:
-            raise self._unstable("it is rendered in another way when further turns follow")
+            raise self._unstable("the turn is rendered in another way when further turns follow")
         changed = with_changes(self._messages, self._index + 1, content=_STAND_IN_AFTER)
         if not self._render(changed, False).startswith(text[:end]):
-            raise self._unstable("a part of it is written after the next turn")
+            raise self._unstable("a part of the turn is written after the next turn")
         return end
 
     def _behind(self, stand_in: str, text: str) -> str:
         _, found, behind = text.partition(stand_in)
         if not found or stand_in in behind:
-            raise self._unstable("its text or the text before it does not appear exactly once")
+            raise self._unstable("the text of the turn or before the turn does not appear exactly once")
         return behind
 
     def _unstable(self, what: str) -> RenderError:
@@ -230,9 +230,14 @@ def _first_result(attempts: Iterable[Callable[[], Result]]) -> Result:
 
 
 def _spaced_as(between: str, prompted: str) -> str:
-    """Return the generation prompt, with the blank space before its header that the conversation has there.
+    """Return the generation prompt with the same blank space before its header as in the conversation.
 
-    Some templates put a newline after an assistant turn only if another turn follows.
+    The blank space may differ, because some templates put a newline after an assistant turn only if another turn
+    follows.
+
+    Args:
+        between: Text of the conversation from the previous turn to the turn.
+        prompted: The generation prompt in the same position.
     """
     end = common_start(between, prompted)
     header, opening = prompted[len(end) :], between[len(end) :]
@@ -280,8 +285,8 @@ def _block_at_end(text: str) -> re.Match[str]:
 
 
 def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:
-    """Return the length of the longest beginning of the generation prompt with which a text begins. 0 if this beginning
-    has no special token at its start."""
+    """Return the length of the longest common beginning of a text and the generation prompt `opening`. 0 if this
+    beginning does not start with a special token."""
     # A template may omit this beginning in the prompt after a tool's result, but write it in the conversation.
     same = common_start(text, opening)
     return len(same) if first_token(same, special_tokens) else 0

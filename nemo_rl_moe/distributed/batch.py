@@ -186,6 +186,7 @@ class TokenBatch:
         shared: Columns for the model whose arrays may be shared by sequences, by name.
         sample_sizes: Number of consecutive sequences of each sample. If empty, each group is a sample.
             `policy.train_global_batch_size` counts samples. `select` drops the sizes, as it may split samples.
+        shares_prefixes: Whether the model computes a prefix that sequences of a microbatch share only once.
         is_filler: True for rows without a sequence, which only give all ranks the same number of microbatches. They
             have no effect on any result. None without fillers.
     """
@@ -200,6 +201,7 @@ class TokenBatch:
     shared: Mapping[str, SharedColumn] = field(default_factory=dict)
     sample_sizes: tuple[int, ...] = ()
     is_filler: Bool[Tensor, " batch"] | None = None
+    shares_prefixes: bool = False
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -218,6 +220,7 @@ class TokenBatch:
             stored={name: column.select(index) for name, column in self.stored.items()},
             shared={name: column.select(indices) for name, column in self.shared.items()},
             is_filler=None if self.is_filler is None else self.is_filler[index],
+            shares_prefixes=self.shares_prefixes,
         )
 
     @property
@@ -307,7 +310,7 @@ class GlobalBatchShard:
         global_valid_tokens: Number of targets in the loss, over all ranks.
         global_sequences: Number of sequences with such a target, over all ranks.
         global_tokens: Number of tokens without padding, over all ranks.
-        global_rows: Number of sequences with a token, over all ranks.
+        global_rows: Number of sequences, not counting filler rows, over all ranks.
         places: For each sequence of the microbatches, its index in the full batch.
         samples: For each sequence of the microbatches, the index of its sample in the full batch.
         num_batch_sequences: Number of sequences of the full batch, over all ranks and global batches.
@@ -360,6 +363,12 @@ def make_shards(
         )
         for microbatches in by_rank
     ]
+
+
+def shared_with_previous(batch: TokenBatch) -> list[int]:
+    """Return for each sequence the number of its first tokens that it shares with the sequence before it."""
+    equal = (batch.input_ids[1:] == batch.input_ids[:-1]).long().cumprod(1).sum(1)
+    return [0, *torch.minimum(equal, torch.minimum(batch.lengths[1:], batch.lengths[:-1])).tolist()][: len(batch)]
 
 
 def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:

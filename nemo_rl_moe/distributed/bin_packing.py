@@ -71,7 +71,7 @@ class _RoomOfBins:
         self._room = [capacity] * (2 * self._leaves)
 
     def places_for(self, size: int) -> Iterator[int]:
-        """Yield the indices of bins with room for an item of a size, in ascending order."""
+        """Yield the indices of bins with room for an item of size `size`, in ascending order."""
         room, node = self._room, 1
         while room[node] >= size:
             while node < self._leaves:
@@ -96,7 +96,10 @@ class _RoomOfBins:
 
 
 def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split the positions of sizes into two parts of about the same sum. Requires two or more sizes, largest first."""
+    """Split sizes into two parts of about the same sum. Return the indices of the sizes of each part.
+
+    Requires two or more sizes, largest first.
+    """
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for position, size in enumerate(sizes):
@@ -107,10 +110,11 @@ def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deal items, such as microbatches, to ranks in turns in which every rank gets one item.
+    """Distribute items, such as microbatches, over ranks in rounds. In each round, every rank gets one item.
 
-    The items of one turn are similar in work, because ranks that share experts wait for each other in every microbatch.
-    Within a turn, the item with the most work goes to the rank with the least work so far, so that totals are similar.
+    The items of one round are similar in work, because ranks that share experts wait for each other in every
+    microbatch. Within a round, the item with the most work goes to the rank with the least work so far, so that totals
+    are similar.
 
     Args:
         work: Work of each item. The number of items is a multiple of `num_ranks`.
@@ -150,7 +154,7 @@ def split_until(
     """Split the bin with the most work, again and again, until the number of bins is a multiple of `unit`.
 
     Args:
-        unit: Number whose multiple the number of bins becomes. It is at most the number of items.
+        unit: The returned number of bins is a multiple of `unit`. The number of items is at least `unit`.
         work: Returns the work of a bin's items.
         cut: Splits a bin's items in two. Returns the positions of both parts in the list of items.
     """

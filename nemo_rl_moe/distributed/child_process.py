@@ -26,9 +26,10 @@ class ChildProcess:
     """A Python process in a separate session, with a connection to it.
 
     Args:
-        module: Module that it runs. Its arguments are the file descriptors that `connect` takes, and then `files`.
-        output: Gets its standard output and standard error.
-        files: Further file descriptors that it inherits.
+        module: Module that the process runs, and that calls `connect`. Its command line has two file descriptors for
+            `connect`, and then `files`.
+        output: Receives the standard output and standard error of the process.
+        files: Further file descriptors that the process inherits.
         environment: Further environment variables.
 
     Attributes:
@@ -116,7 +117,7 @@ def _end_with_parent(lifeline: int) -> None:  # pragma: no cover
 
 
 def _children_of_stopped(pid: int) -> list[psutil.Process]:
-    """Stop a process, and return all processes that it has started in any session."""
+    """Suspend a process by SIGSTOP, and return all its descendants, in any session."""
     try:
         os.kill(pid, signal.SIGSTOP)
         return psutil.Process(pid).children(recursive=True)

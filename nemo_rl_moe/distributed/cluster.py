@@ -82,7 +82,8 @@ class RayCluster:
     a local Ray. Ray reserves the resources as a placement group with one bundle on each machine.
 
     Args:
-        beside: Cluster of the policy, if this one is for another role. Requires that this one is shut down first.
+        beside: Cluster of the policy, if the new cluster is for another role. Requires that the new cluster is shut
+            down before the policy's.
         stored_bytes: Number of bytes in a local Ray's object store besides batches and metrics.
         placement_timeout_s: Seconds to wait for other jobs to free resources.
 

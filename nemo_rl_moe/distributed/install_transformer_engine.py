@@ -85,7 +85,7 @@ def problem_with_extension() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile Transformer Engine against the torch that is installed.")
-    parser.add_argument("--constraint", type=Path, help="file with the releases of packages, for pip")
+    parser.add_argument("--constraint", type=Path, help="pip constraints file that fixes the releases of packages")
     parsed = parser.parse_args(arguments)
     import torch
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"[gpu] 2/2: Transformer Engine for torch {torch.__version__} (compiles for many minutes)", flush=True)
     subprocess.run(compile_command(pip, limits, torch.__version__), check=True, env=environment)
     if driver is None:
-        print("[gpu] this machine has no NVIDIA driver, so nothing has been loaded", flush=True)
+        print("[gpu] Transformer Engine is installed, but not tested: this machine has no NVIDIA driver", flush=True)
     elif problem := problem_with_extension():
         report_error(problem)
         return EXIT_RUN_FAILED

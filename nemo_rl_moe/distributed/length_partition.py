@@ -26,8 +26,8 @@ def cheapest_partition(
         lengths: Lengths of the sequences, longest first, each at least 1 and at most `max_tokens`.
         max_tokens: Maximum number of tokens of a run, padding included.
         overhead: Cost of a microbatch in tokens, at least 0.
-        unit: Number of which the number of runs is a multiple. Requires that the fewest possible runs, rounded up to
-            a multiple, are at most as many as the lengths.
+        unit: The number of runs is a multiple of `unit`. Requires that the smallest possible number of runs, rounded
+            up to a multiple of `unit`, is at most the number of lengths.
         most: For each length, the maximum number of sequences in a run that begins with it, at least 1. None for no
             limit.
 

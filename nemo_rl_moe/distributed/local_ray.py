@@ -101,7 +101,7 @@ def preserved_handlers() -> Iterator[None]:
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Block requests to stop in child processes and threads that are started inside."""
+    """In this context, start child processes and threads with the signals `STOP_SIGNALS` blocked."""
     # Batch systems signal every process of a job, and terminals every foreground process. Ray's servers would end
     # before the run has saved.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -119,10 +119,11 @@ class LocalRay:
     """Ray's servers as children of this process.
 
     A thread notices within a second that a server has died, for example from lack of memory. Ray itself would report
-    the death after a minute or never. If the program still runs a few seconds later, it is ended with a message.
+    the death after a minute or never. If this process still runs a few seconds after the death, the thread ends this
+    process with a message.
 
-    On a busy machine the raylet may die at start, as it waits at most 15 s for its agents' ports
-    (ray-project/ray#65983). Then Ray is started again.
+    On a busy machine the raylet may die at start, because it waits at most 15 s for its agents' ports
+    (ray-project/ray#65983). In this case, Ray is started again.
 
     Args:
         stored_bytes: Number of bytes in the object store besides batches and metrics.
@@ -242,7 +243,7 @@ class LocalRay:
         return self._folder / "ray" / "session_latest" / "logs" / f"{server}.out"
 
     def _children(self) -> list[psutil.Process]:
-        """Return Ray's processes among the children of this one. Other threads may start children too."""
+        """Return Ray's processes among the children of this process, without children that other threads started."""
         return [child for child in psutil.Process().children() if child not in self._others and self._is_rays(child)]
 
     def _is_rays(self, child: psutil.Process) -> bool:

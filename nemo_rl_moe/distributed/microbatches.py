@@ -20,9 +20,10 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """Return the tokens of each group if every sequence is padded to the longest of its microbatch.
+    """Return the number of tokens of each group if all its sequences are padded to the longest of them.
 
-    The tokens of a microbatch, padding included, are its number of groups times the largest returned number among them.
+    In a microbatch, all groups are padded to the largest of these numbers, so the number of tokens of a microbatch is
+    its number of groups times this maximum.
     """
     return [group_size * max(group) for group in _groups(lengths, group_size)]
 
@@ -132,12 +133,14 @@ def plan_microbatches(
     group_size: int = 1,
     sample_sizes: Sequence[int] = (),
     images: Sequence[Images] = (),
+    shared: Sequence[int] = (),
 ) -> MicrobatchPlan:
     """Return the split of a batch into global batches, and of each of these into microbatches for every rank.
 
     Args:
         lengths: Length of each sequence in tokens, at least 1.
-        global_batch_size: Number of consecutive groups of one optimizer step, or of samples if `sample_sizes` is set.
+        global_batch_size: Number of consecutive groups that one optimizer step uses. If `sample_sizes` is set, it is a
+            number of samples.
         batching: With `PlainBatching` and samples of one sequence, the microbatches do not depend on the number of
             ranks, and rank `r` runs the `r`-th block of them.
         microbatch_multiple: Number of which each rank's number of microbatches is a multiple. For an interleaved
@@ -147,8 +150,10 @@ def plan_microbatches(
         sample_sizes: Number of consecutive sequences of each sample, which run in one optimizer step. A global batch
             with too few sequences for the microbatches of all ranks gets filler rows. If empty, each group is a sample.
         images: Images of each sequence. Empty without images, or without a limit on patches.
+        shared: For each sequence, the number of its first tokens that it shares with the sequence before it. A
+            microbatch of both has these tokens once. Empty if sequences share no tokens.
     """
-    sizes = _group_lengths(lengths, group_size, batching)
+    sizes, group_shared = _group_lengths(lengths, group_size, batching, shared)
     num_samples = len(sample_sizes) or len(sizes)
     if not sizes or num_samples % global_batch_size:
         raise ConfigurationError(
@@ -181,8 +186,9 @@ def plan_microbatches(
             indices += range(len(lengths) + num_fillers, len(lengths) + num_fillers + new)
             num_fillers += new
             sizes += [1] * new  # a filler fits, since it is alone in its microbatch
+            group_shared += [0] * (new if group_shared else 0)
             groups_images += [{}] * (new if groups_images else 0)
-        by_rank = _plan_one(sizes, groups_images, indices, num_data_parallel_ranks, unit, batching)
+        by_rank = _plan_one(sizes, groups_images, indices, num_data_parallel_ranks, unit, batching, group_shared)
         global_batches.append(_with_sequences(by_rank, group_size))
     return MicrobatchPlan(tuple(global_batches), num_fillers)
 
@@ -195,14 +201,17 @@ def plan_evaluation(
     microbatch_multiple: int = 1,
     group_size: int = 1,
     images: Sequence[Images] = (),
+    shared: Sequence[int] = (),
 ) -> EvaluationPlan:
-    """Return a plan for a batch of any size. The shortest group is repeated until the ranks get equal numbers.
+    """Return a plan for a batch of any size.
+
+    The shortest group is repeated until all ranks can get the same number of microbatches.
 
     The arguments are described in `plan_microbatches`.
     """
     if not lengths:
         raise ValueError("nothing to evaluate: the batch holds no sequence")
-    sizes = _group_lengths(lengths, group_size, batching)
+    sizes, group_shared = _group_lengths(lengths, group_size, batching, shared)
     unit = num_data_parallel_ranks * microbatch_multiple
     # With a multiple of the unit, there is always a group to split off for a rank that lacks a microbatch.
     num_fillers = -len(sizes) % (unit * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1))
@@ -211,7 +220,10 @@ def plan_evaluation(
     groups_images = of_groups(images, group_size)
     if groups_images:
         groups_images += [groups_images[shortest]] * num_fillers
-    by_rank = _plan_one(filled, groups_images, range(len(filled)), num_data_parallel_ranks, unit, batching)
+    group_shared += [0] * (num_fillers if group_shared else 0)
+    by_rank = _plan_one(
+        filled, groups_images, range(len(filled)), num_data_parallel_ranks, unit, batching, group_shared
+    )
     return EvaluationPlan(
         by_rank=_with_sequences(by_rank, group_size), fillers=sequences_of((shortest,) * num_fillers, group_size)
     )
@@ -224,6 +236,7 @@ def _plan_one(
     num_ranks: int,
     unit: int,
     batching: Batching,
+    shared: Sequence[int],
 ) -> RankMicrobatches:
     """Return the microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
@@ -239,6 +252,8 @@ def _plan_one(
     if isinstance(batching, DynamicBatching):
         bins = _cheapest_by_length(sizes, own, batching, unit)
         work = [sizes[items[0]] * len(items) for items in bins]
+    elif shared:
+        return _plan_families(sizes, [shared[index] for index in indices], indices, num_ranks, unit, batching)
     else:
         bins = first_fit_decreasing(sizes, batching.max_tokens, own, batching.max_patches)
         bins = split_until(
@@ -254,8 +269,56 @@ def _plan_one(
     )
 
 
+def _plan_families(
+    sizes: Sequence[int],
+    shared: Sequence[int],
+    indices: Sequence[int],
+    num_ranks: int,
+    unit: int,
+    batching: PackedBatching,
+) -> RankMicrobatches:
+    """Return microbatches in which neighbours that share tokens are together, as far as the limit and balance allow."""
+    tokens = sum(sizes) - sum(shared[1:])
+    families = _families(sizes, shared, min(batching.max_tokens, max(-(-tokens // unit), *sizes)))
+    while True:
+        work = [_tokens_of(family, sizes, shared) for family in families]
+        bins = first_fit_decreasing(work, batching.max_tokens)
+        if round_up(len(bins), unit) <= len(families) or all(len(family) == 1 for family in families):
+            break
+        largest = max((family for family in families if len(family) > 1), key=len)
+        middle = largest.start + len(largest) // 2
+        families.remove(largest)
+        families += [range(largest.start, middle), range(middle, largest.stop)]
+    bins = split_until(
+        bins,
+        unit,
+        lambda items: sum(work[item] for item in items),
+        lambda items: split_evenly([work[item] for item in items]),
+    )
+    members = [tuple(sorted(indices[number] for item in items for number in families[item])) for items in bins]
+    dealt = deal_by_work([sum(work[item] for item in items) for items in bins], num_ranks)
+    return tuple(tuple(members[number] for number in numbers) for numbers in dealt)
+
+
+def _families(sizes: Sequence[int], shared: Sequence[int], most_tokens: int) -> list[range]:
+    """Return runs of neighbours that share tokens, each with at most `most_tokens` distinct tokens."""
+    families: list[range] = []
+    for number in range(len(sizes)):
+        joined = range(families[-1].start if families else 0, number + 1)
+        if number and shared[number] and _tokens_of(joined, sizes, shared) <= most_tokens:
+            families[-1] = joined
+        else:
+            families.append(range(number, number + 1))
+    return families
+
+
+def _tokens_of(family: range, sizes: Sequence[int], shared: Sequence[int]) -> int:
+    """Return the number of distinct tokens of neighbours."""
+    return sum(sizes[number] for number in family) - sum(shared[number] for number in family[1:])
+
+
 def _num_fillers(sizes: Sequence[int], images: Sequence[Images], unit: int, batching: Batching) -> int:
-    """Return the number of filler rows that a global batch needs so that each rank's microbatches have a row."""
+    """Return the number of filler rows that a global batch needs so that no microbatch of any rank is empty."""
     if len(sizes) % unit == 0:  # one per microbatch is enough
         return 0
     if isinstance(batching, PlainBatching):
@@ -314,18 +377,24 @@ def _noun(group_size: int) -> str:
     return "sequences" if group_size == 1 else f"groups of {group_size} sequences"
 
 
-def _group_lengths(lengths: Sequence[int], group_size: int, batching: Batching) -> list[int]:
-    """Return the tokens of each group in a microbatch, padding included. Refuse groups that do not fit into one."""
+def _group_lengths(
+    lengths: Sequence[int], group_size: int, batching: Batching, shared: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of each group in a microbatch, padding included, and the tokens that it shares with the group
+    before it. Refuse groups that do not fit into a microbatch."""
     if lengths and min(lengths) < 1:
         raise ValueError(f"sequence {list(lengths).index(min(lengths))} holds no token")
     if isinstance(batching, PackedBatching):
         sizes = packed_group_lengths(lengths, group_size, batching.sequence_multiple)
+        if shared:
+            within = [sum(group[1:]) for group in _groups(shared, group_size)]
+            sizes = [size - number for size, number in zip(sizes, within, strict=True)]
         name, how = "sequence_packing", f"when padded to a multiple of {batching.sequence_multiple}"
     else:
         sizes = padded_group_lengths(lengths, group_size)
         name, how = "dynamic_batching", "with padding"
     if isinstance(batching, PlainBatching) or not sizes or max(sizes) <= batching.max_tokens:
-        return sizes
+        return sizes, list(shared[::group_size]) if isinstance(batching, PackedBatching) else []
     longest = sizes.index(max(sizes))
     members = [lengths[index] for index in sequences_of((longest,), group_size)]
     what = (

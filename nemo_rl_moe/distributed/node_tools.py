@@ -91,7 +91,7 @@ def remove_folders_of(pids: Iterable[int]) -> None:
 
 
 def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[int] = ()) -> None:
-    """Remove folders of `folder_of_this_process` whose processes have ended or were killed, even if still listed."""
+    """Remove folders of `folder_of_this_process` whose process has ended. Processes in `killed` count as ended."""
     for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
         pid = folder.name.rsplit("-", 2)[1]
         if pid.isdecimal() and (int(pid) in killed or not psutil.pid_exists(int(pid))):

@@ -19,7 +19,7 @@ HELD_S = 60.0
 
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
-    """Return arrays by handle, read-only. None for an array that was lost with the process that stored it."""
+    """Return the read-only array of each handle, or None if the array was lost with the process that stored it."""
     try:
         return list(ray.get(list(sources)))
     except RayError:

@@ -14,7 +14,12 @@ Images = Mapping[int, int]
 
 
 class PatchRoom:
-    """Count of the image patches of a microbatch to which items are added, against a limit. It begins with one item."""
+    """Number of image patches of a microbatch to which items are added, up to a limit.
+
+    Args:
+        most: Maximum number of patches. None for no limit.
+        first: Images of the item with which the microbatch begins.
+    """
 
     def __init__(self, most: int | None, first: Images):
         self._most, self._first = most, first.keys()
@@ -36,7 +41,11 @@ class PatchRoom:
 
 
 def most_neighbours(images: Sequence[Images], most: int | None) -> list[int]:
-    """Return, for each item, how many consecutive items from it on may share a microbatch, by the limit on patches."""
+    """Return, for each item, the maximum number of consecutive items in a microbatch that begins with the item.
+
+    Args:
+        most: Maximum number of patches in a microbatch. None for no limit.
+    """
     number = len(images)
     if most is None:
         return [number - start for start in range(number)]

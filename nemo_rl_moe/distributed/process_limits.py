@@ -30,7 +30,7 @@ def _erase_secrets_given_at_start() -> None:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Limit the memory of this process to its current memory and some megabytes."""
+    """Limit the memory of this process to its current memory plus `megabytes`."""
     status = Path("/proc/self/status").read_text()
     used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
     limit = (used << 10) + (megabytes << 20)

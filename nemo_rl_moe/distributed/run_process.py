@@ -58,9 +58,10 @@ _pipe_to_watcher: int | None = None
 class StopSignals:
     """Context in the main thread that handles `STOP_SIGNALS` of a run.
 
-    Outside of `graceful` the first signal raises, which stops everything in order. Inside `graceful`, it only sets
-    `reason`, and the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP),
-    SIGUSR1 and SIGUSR2 count as SIGTERM, unless the program that started the run ignores them, as `nohup` does.
+    Outside of `graceful` the first signal raises an exception, which ends the run with its usual cleanup. Inside
+    `graceful`, it only sets `reason`, and the training loop ends after its step. A second signal ends the process at
+    once. A closed terminal (SIGHUP), SIGUSR1 and SIGUSR2 count as SIGTERM, unless the program that started the run
+    ignores them, as `nohup` does.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,9 @@ def _write_to_stderr(message: str) -> None:
 
 
 def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
-    """Fork the watcher of this process. Requires that this process still has a single thread.
+    """Fork a watcher, which ends all processes of the run when this process ends without doing so itself.
+
+    Requires that this process still has a single thread.
 
     Args:
         report_end: Called in the watcher after this process has failed, to print how to continue.
@@ -169,7 +172,10 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without exit handlers. Requires that any error is reported. The watcher cleans up."""
+    """End this process at once, without exit handlers. The watcher then ends the run's other processes.
+
+    Requires that the caller has reported the error, if there is one, because the watcher does not report it.
+    """
     if _pipe_to_watcher is not None:
         with suppress(OSError):
             os.write(_pipe_to_watcher, _REPORTED)
@@ -236,7 +242,7 @@ class _Watch:
         self.ended_in_order = self.is_reported = False
 
     def wait_for_end(self) -> None:
-        """Return when the main process has ended, or has reported that it ends in order."""
+        """Return when the main process has ended, or has reported that it has ended all other processes itself."""
         while os.getppid() == self._main and not self.ended_in_order:
             if select.select([self._reader], [], [], _POLL_S)[0]:
                 received = os.read(self._reader, 4096)
@@ -283,7 +289,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
 
 
 def _find_family(owner: str) -> list[psutil.Process]:
-    """Return the processes with a run's mark, and the descendants of this process."""
+    """Return the processes with `owner` in their environment variable `OWNER`, and the descendants of this process."""
     mark = f"{OWNER}={owner}".encode()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for folder in Path("/proc").glob("[0-9]*"):

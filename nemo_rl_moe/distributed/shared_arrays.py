@@ -22,7 +22,10 @@ SharedArray = Shaped[np.ndarray, " values"] | StoredRows
 
 @dataclass(frozen=True)
 class SharedColumn:
-    """A column for the model, with any number of arrays for each sequence. Sequences may share arrays."""
+    """One model input of a batch, such as images, with any number of arrays for each sequence.
+
+    Sequences may share arrays.
+    """
 
     arrays: tuple[tuple[SharedArray, ...], ...]
 
@@ -39,7 +42,7 @@ def num_bytes_of(array: SharedArray) -> int:
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Fetch each stored array once. Return `id()` of the given array or handle -> array."""
+    """Fetch each stored array once. Return a dictionary from `id(entry)` to the array, for each entry of `arrays`."""
     found, pieces = {}, {}
     for array in arrays:
         if isinstance(array, StoredRows):

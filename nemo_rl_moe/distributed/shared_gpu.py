@@ -162,12 +162,15 @@ class SharedGpu:
             engines = f"engines (awake: {awake})" if self._engine_is_there else "no engines"
             room = "memory" if self._has_room else "no memory"
             raise GenerationError(
-                f"GPUs that trainer and engines share: {event}: expected {wanted}, found {engines} and {room} that"
-                " the trainer has freed"
+                f"GPUs that trainer and engines share: {event}: expected {wanted}, found {engines}, and the trainer"
+                f" has freed {room}"
             )
 
     def _note(self, event: str, trainer: int) -> None:
-        """Add an event to the ledger. Until `make_room`, the trainer's allocator keeps the memory that it once had."""
+        """Add an event to the ledger, during which the trainer needs `trainer` bytes.
+
+        The ledger has the largest such number since `make_room`, because the trainer's allocator keeps freed memory.
+        """
         self._reserved = max(self._reserved, trainer)
         processes = self._sizes.process * (2 if self._engine_is_there else 1)
         entry = Entry(event, self._reserved, self._engine_bytes(), processes)

@@ -22,7 +22,7 @@ themselves, `list` is such a function."""
 
 @cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """Return a type's name, cached because numpy takes ten times as long for it as for a `Piece`."""
+    """Return a type's name. It is cached, because numpy needs ten times the time in which a `Piece` is made."""
     return str(dtype)
 
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     Attributes:
         source: Handle, such as an `ObjectRef`, or the array itself.
         first: Index of the first row in the array.
-        start: Position in the sequence of the token of the first row.
+        start: Token position, in the sequence, to which the first row belongs.
     """
 
     source: Any
@@ -74,7 +74,7 @@ class StoredRows:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all rows, as a reader gets them."""
+        """Number of bytes of all rows after a fetch. They may be stored in a narrower type."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     def moved(self, by: int) -> "StoredRows":
@@ -137,7 +137,7 @@ class RowStore:
     """Store of rows between the process that computes them and their readers.
 
     Attributes:
-        fetch: Returns the arrays of handles.
+        fetch: Takes handles, and returns the stored arrays.
         put: Puts an array into the store and returns its handle. If None, the handles are the arrays themselves, which
             only works within one process.
     """
@@ -164,7 +164,7 @@ def fetch_rows(
     """Fetch the stored rows of sequences into one array, padded to `longest` tokens.
 
     Args:
-        fill: Value of tokens without a row, or whose array is lost.
+        fill: Value for tokens without a row, and for tokens whose array is lost.
     """
     values = np.full((len(sequences), longest, *row_shape), fill, dtype=dtype)
     sources = {id(piece.source): piece.source for rows in sequences if rows is not None for piece in rows.pieces}

@@ -147,13 +147,14 @@ class WorkerGroup(Generic[Worker]):
 
     Args:
         make_worker: Called on each rank as `make_worker(rank, world_size)`. Its modules are imported there, after the
-            rank's environment is set. Usually a `partial` of a worker class. It may return a `UserError` that every
-            rank finds, which is raised when all ranks have answered. A raised error stops all ranks at once.
+            rank's environment is set. Usually a `partial` of a worker class. For an error that every rank finds, it
+            returns a `UserError` instead of raising it. That error is raised here when all ranks have answered. An
+            error that it raises stops all ranks at once.
         start_timeout_s: Limit for the start of all ranks.
         call_timeout_s: Limit for a call.
         environment: Further environment variables of each rank.
-        ranks_per_job: Number of neighbours on one machine that form one distributed job, with rank and size within it.
-            If None, all ranks are one job.
+        ranks_per_job: Number of consecutive ranks on one machine that form one `torch.distributed` job, with ranks
+            counted from 0 in each job. If None, all ranks are one job.
         model: Name of the model in errors, such as `teacher`. None for the policy or the only model.
 
     Raises:
@@ -218,10 +219,10 @@ class WorkerGroup(Generic[Worker]):
 
         Returns:
             A function that waits for the results of the called ranks, in rank order, and raises like `call_all`. The
-            time limit begins when it is called.
+            time limit begins when this function is called.
 
         Raises:
-            WorkerDiedError: The workers have been stopped. Its message is the failure that caused this, if any.
+            WorkerDiedError: The workers have been stopped. If a failure stopped them, the message describes it.
         """
         name = method.__name__
         if self._failure is not None:
@@ -454,7 +455,7 @@ def _problems_of_ranks(answers: Sequence[UserError | None]) -> list[str]:
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return arguments in which references to one stored copy replace larger objects for several ranks."""
+    """Store each larger object that several ranks get once. Return the arguments with references to the stored copy."""
     times = Counter(id(arg) for args in args_by_rank for arg in args)
     stored: dict[int, Any] = {}
 

@@ -92,7 +92,7 @@ class WorkerPool(Generic[Worker]):
         """Call a method of the next free worker, and return the future result.
 
         Args:
-            limit_s: Seconds that the work may take, without waiting for a worker.
+            limit_s: Seconds that the call may take. The wait for a free worker does not count.
         """
         try:
             return self._threads.submit(lambda: self._call(limit_s, method, *args))
@@ -136,7 +136,7 @@ class WorkerPool(Generic[Worker]):
         return lost
 
     def _start(self, number: int) -> _Starting:
-        """Start a worker, and return its pending start. It replaces an earlier worker with its number."""
+        """Begin to start a worker, after killing an earlier worker of its number. Return the start to wait for."""
         options = ray.remote(WorkerProcess).options(
             num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD"
         )

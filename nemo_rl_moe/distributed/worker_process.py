@@ -154,7 +154,7 @@ def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in
 def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
     """Make this process survive the signals that batch systems send to every process of a job. The driver ends workers.
 
-    SIGTERM gets a handler, as child processes would inherit that it is ignored or blocked.
+    SIGTERM gets a handler instead of being ignored or blocked, because child processes would inherit that.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: None)

@@ -74,7 +74,8 @@ def disagreement(
     """Return a description of the first module whose weights in the engine differ from the trainer's.
 
     Args:
-        sequences: Sequences of one length. With more sequences, fewer experts are suspected.
+        sequences: Sequences of one length. More sequences give a shorter list of suspected experts.
+        topk: Number of experts of a token, to name the wrong experts. None for a model without MoE layers.
     """
     with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
         folder = Path(parent, "model")
@@ -86,10 +87,10 @@ def disagreement(
     # vLLM's decoder layers return the branch and the residual stream separately, transformers' return the sum.
     shared = {name: output for name, output in expected.items() if name in found and not _DECODER_LAYER.search(name)}
     if not shared:
-        return "The engine has no module that is called separately and that transformers' model has, too."
+        return "The engine and transformers' model have no module in common whose outputs can be compared."
     first = first_disagreement(found, shared, TOLERANCE if in_float32 else COARSE_TOLERANCE)
     if first is None:
-        return "Every module that engine and transformers have in common computes the same; the output layer differs."
+        return "All modules that engine and transformers have in common have equal outputs; the output layer differs."
     name, wrong = first
     experts = ""
     block = name.removesuffix(".experts")
@@ -100,6 +101,6 @@ def disagreement(
         if 0 < len(guilty) < router.shape[1]:
             experts = f", expert{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}"
     return (
-        f"The first module that computes something else is {name}{experts} ({len(wrong)} of {num_tokens} tokens):"
+        f"The first module whose output is wrong is {name}{experts} ({len(wrong)} of {num_tokens} tokens):"
         f" its weights, or those of the norm before it, are not the trainer's."
     )

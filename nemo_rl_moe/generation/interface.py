@@ -29,8 +29,8 @@ class SamplingParameters:
         max_new_tokens: Maximum length of a response, including its end token.
         temperature: Divides the logits; 0 is greedy.
         stop_token_ids: End tokens. A response ends with the first end token, and includes it.
-        stop_strings: Strings that end a response. It ends with the token that completes one of the strings, and
-            includes the token.
+        stop_strings: Strings that end a response. The response ends with the token that completes one of the
+            strings, and includes the token.
         returns_kept_tokens: Whether to return the sampling mask of each token, and log-probabilities over the tokens of
             the mask. Needs top-k, which bounds the size of a mask.
     """
@@ -73,8 +73,8 @@ class GenerationBatch:
     """Requests that share their sampling parameters, in the form that is sent to the ranks of an engine.
 
     Attributes:
-        model_inputs: Further inputs of each prompt, such as images; empty if no prompt has any. Arrays that several
-            prompts share (the samples of a group do) are sent once, or are in a store.
+        model_inputs: Further inputs of each prompt, such as images; empty if no prompt has any. An array that
+            several prompts share, such as the image of a group's samples, is sent once, or is in an object store.
     """
 
     prompts: tuple[TokenIds, ...]
@@ -94,7 +94,7 @@ class GenerationBatch:
         )
 
     def share(self, rank: int, num_ranks: int) -> "GenerationBatch":
-        """Return every `num_ranks`-th prompt, starting at `rank`; may be empty."""
+        """Return the prompts of one rank: every `num_ranks`-th, starting at `rank`. May be empty."""
         chosen = slice(rank, None, num_ranks)
         return replace(
             self, prompts=self.prompts[chosen], seeds=self.seeds[chosen], model_inputs=self.model_inputs[chosen]
@@ -104,7 +104,7 @@ class GenerationBatch:
         return self._with_shared(store.place)
 
     def fetched(self, fetch: Fetch) -> "GenerationBatch":
-        """Return the batch with its shared arrays in memory."""
+        """Return the batch with its shared arrays fetched from the object store into memory."""
         return self._with_shared(lambda arrays: SharedColumn(tuple(arrays)).fetched(fetch).arrays)
 
     def _with_shared(
@@ -157,7 +157,7 @@ class GeneratedSequence:
     waited_s: float = field(default=0.0, compare=False)
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
-        """Return both parts as one sequence. Each token keeps the weight version and routes of its sampling."""
+        """Join this part of a response and its `later` part. Each token keeps its weight version and routes."""
         if not len(self.token_ids):
             return later
         parts = (self, later)
@@ -185,7 +185,7 @@ class GeneratedSequence:
 def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
     """Put the sequences' routed experts into a store, and return the sequences with references to them.
 
-    Either all sequences have routes in memory, or none has. Without routes they are returned as they are.
+    Requires that all sequences or none have routes in memory. Without routes, the sequences are returned unchanged.
     """
     routes = [sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None]
     if len(routes) < len(sequences):
@@ -195,7 +195,7 @@ def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> lis
 
 
 def store_kept_tokens(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Return sequences with their kept tokens in a store, as `store_routes` does with routed experts."""
+    """Put the sequences' sampling masks (`kept_tokens`) into a store. Return the sequences with references to them."""
     pieces = [sequence.kept_tokens.pieces[0] for sequence in sequences if sequence.kept_tokens is not None]
     if len(pieces) < len(sequences):
         return list(sequences)
@@ -211,12 +211,12 @@ class GenerationEngine:
 
     Attributes:
         shares_weights: Whether the engine runs the trainer's own weights, which are always current: `update_weights` is
-            never called. If not, it keeps a copy.
+            never called. Otherwise the engine keeps a copy.
         number_format: Format of the engine's weights, such as `bfloat16`; None for the trainer's format.
-        can_score: Whether it overrides `score`, which the refit check needs.
+        can_score: Whether the engine overrides `score`, which the refit check needs.
         repeats_bits: Whether two scorings of the same tokens with the same weights are bitwise equal.
-        gives_fingerprints: Whether it overrides `weight_fingerprints`.
-        gives_module_outputs: Whether it overrides `module_outputs`, which explains a failed refit check.
+        gives_fingerprints: Whether the engine overrides `weight_fingerprints`.
+        gives_module_outputs: Whether the engine overrides `module_outputs`, which explains a failed refit check.
     """
 
     shares_weights: bool = False
@@ -229,8 +229,8 @@ class GenerationEngine:
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence, and return the continuation.
 
-        Many calls wait at the same time in one event loop, and none may block its thread. Nothing waits for the result
-        of a cancelled call. An error ends the run.
+        Many calls run concurrently in one event loop, so a call must not block the thread. A call may be cancelled. Its
+        result is then discarded. An error ends the run.
         """
         raise NotImplementedError
 
@@ -243,7 +243,7 @@ class GenerationEngine:
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs, maybe also the weights: `update_weights` sends them again."""
+        """Free the memory that only generation needs, and maybe the weights, which `update_weights` sends again."""
 
     def wake(self) -> None:
         """End `sleep`. `update_weights` may be called before this."""
@@ -254,7 +254,8 @@ class GenerationEngine:
     async def pause(self) -> None:
         """Answer all running requests with the tokens so far (`is_partial`). Called in the event loop of the requests.
 
-        The default completes all requests. No request follows until `update_weights` has returned.
+        An engine that does not override this method completes the requests instead. The caller makes no new request
+        until `update_weights` has returned.
         """
 
     def score(
@@ -270,7 +271,10 @@ class GenerationEngine:
         raise NotImplementedError
 
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the tensors that each copy stores, `[copy][name]`. Raises as `score` does."""
+        """Return the fingerprints, in `number_format`, of the tensors that each copy stores: `[copy][name]`.
+
+        Raises as `score` does.
+        """
         raise NotImplementedError
 
     def module_outputs(self, copy: int, token_ids: TokenSequence) -> ModuleOutputs:

@@ -33,8 +33,11 @@ class Lockstep(Generic[Request, Result]):
 
     The owner of the waiting tasks calls `answer_all` when all of them wait.
 
+    Args:
+        answers: Takes requests, and yields the index of each request with its result.
+
     Attributes:
-        most_at_a_time: Maximum number of requests of one call of `answers`; None: all.
+        most_at_a_time: Maximum number of requests in one call of `answers`; None: all.
         began_s: Start of the last call of `answers`, on the monotonic clock.
     """
 
@@ -52,7 +55,7 @@ class Lockstep(Generic[Request, Result]):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a task waits that was not cancelled."""
+        """Whether any task waits for a result. Cancelled tasks do not count."""
         return any(not future.done() for *_, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:

@@ -35,10 +35,10 @@ def refit(
     """Send the policy's weights to an engine, again in a new transfer if a copy is lost. Return the number of bytes.
 
     Args:
-        altered: Whether to send weights that differ from the policy's in every tensor.
+        altered: Whether to send weights that differ from the policy's in every tensor, for the refit check.
         whole: Whether to send frozen weights too, even if the engine has them.
-        then: Called in each transfer after the policy's ranks have been asked to send. The ranks execute requests of
-            `then` after sending, while the engine still loads.
+        then: Called in each transfer after the policy's ranks have been asked to send. If it calls the ranks, they
+            execute these calls after sending, while the engine still loads.
 
     Raises:
         WeightSyncError: Some tensors did not arrive. The engine must not be used again.
@@ -56,7 +56,7 @@ def refit(
 
 
 class ActorReceivers:
-    """Ray actors that receive weights, as the watch sees them (`weight_sync.watch.Receivers`).
+    """Ray actors that receive weights, with methods to find dead and frozen ones (`weight_sync.watch.Receivers`).
 
     Args:
         calls: Receiving call -> name of its actor. A call returns its problem or None.
@@ -92,7 +92,7 @@ class ActorReceivers:
         return not self._pending
 
     def wait(self) -> None:
-        """Wait until all actors have received, each at most `patience_s` longer than the one before it."""
+        """Wait for the receiving calls, one after another, each for at most `patience_s` seconds."""
         for call, name in self._calls.items():
             try:
                 problem = ray.get(call, timeout=self._patience_s)

@@ -57,7 +57,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two scorings of the same tokens, in nats: infinite if a score is not finite."""
+    """Largest and mean difference of two scorings of the same tokens, in nats: infinite if a score is not finite."""
 
     largest: float
     mean: float
@@ -75,7 +75,10 @@ class Finding:
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
-    """Return the difference of log-probs over all tokens. `copy` is the copy of the weights that gave `found`."""
+    """Return the largest and mean difference of the log-probs of all tokens.
+
+    `copy` is the index of the copy of the weights that computed `found`.
+    """
     difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf, copy)
@@ -95,7 +98,10 @@ def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[
 
 @dataclass
 class RefitCheck:
-    """The check of one run.
+    """The refit check of one run: whether an engine computes with the trainer's weights.
+
+    In 16 bits or with adapters, the first check includes a round trip: the engine gets other weights, and then the
+    trainer's weights again.
 
     Attributes:
         start_trainer: Starts scoring with the trainer's current weights; returns a function that waits for the scores.
@@ -103,13 +109,13 @@ class RefitCheck:
         in_float32: Whether engine and trainer both hold the weights in float32.
         bound_nats: Largest allowed difference of two log-probs; None for the bound of the number format.
         refits_again: Whether to send the weights once more before giving up.
-        repeats_bits: Whether two scorings by the engine are bitwise equal. If not, as ranks may sum by NCCL, the scores
-            of the round trip must only agree within rounding.
+        repeats_bits: Whether two scorings by the engine are bitwise equal. They may differ if ranks sum by NCCL. If
+            False, the scores of the round trip must only agree within rounding.
         start_fingerprints: Starts the trainer's fingerprints; returns a function that waits for them. None: the engine
             returns no fingerprints.
         probe_adapters: Gives the trainer's adapters other values (True), or their own again (False). None: no adapters.
         refit_whole: Sends all weights, including frozen ones. None: `refit` does so.
-        share_compared: Share of the trainer's tensors whose fingerprints were compared last; None before that.
+        share_compared: Fraction of the trainer's tensors whose fingerprints the last check compared; None before it.
     """
 
     sequences: Sequence[TokenSequence]
@@ -138,14 +144,15 @@ class RefitCheck:
         self.share_compared: float | None = None
 
     def begin(self) -> None:
-        """Start the trainer's half of the next check. It needs no engine."""
+        """Start computing the trainer's scores and fingerprints for the next check. This needs no engine."""
         if self.start_fingerprints is not None:
             self._expected_weights = self.start_fingerprints(self.number_format)
         self._expected = self.start_trainer(self.sequences)
 
     def after_refit(self, engine: GenerationEngine) -> Gap:
-        """Check the engine's current weights, and return the difference of scores. The first check includes the round
-        trip.
+        """Check the engine's current weights, and return the difference of scores.
+
+        The first check includes the round trip (see the class).
 
         Raises:
             WeightSyncError: The engine's weights differ from the trainer's, or earlier weights still have an effect.
@@ -172,7 +179,7 @@ class RefitCheck:
         return found.gap
 
     def _try_adapters(self, engine: GenerationEngine, probe: Callable[[bool], object]) -> None:
-        """Make the round trip with other values of the adapters."""
+        """Check the engine with other values of the adapters, and then again with the trainer's own values."""
         first = self._score(engine)
         probe(True)
         try:
@@ -183,7 +190,8 @@ class RefitCheck:
             probe(False)
         if (problem := self._problem(found)) is not None:
             raise WeightSyncError(
-                f"the adapters do not arrive as they are: with other values, {problem}{self._explanation(found)}"
+                f"the engine does not use changed adapters: after a refit with other adapters, {problem}"
+                f"{self._explanation(found)}"
             )
         self.refit(False)
         self._require_same(first, self._score(engine))
@@ -251,7 +259,7 @@ class RefitCheck:
         again = self._score(engine)
         for copy, (before, between) in enumerate(zip(first, other, strict=True)):
             if gap_between(before, between).mean < UNMOVED:
-                raise WeightSyncError(f"copy {copy} of the generation engine's weights does not follow a refit")
+                raise WeightSyncError(f"a refit with other weights does not change copy {copy} of the engine's weights")
         self._require_same(first, again)
 
     def _require_same(self, first: Sequence[Scores], again: Sequence[Scores]) -> None:

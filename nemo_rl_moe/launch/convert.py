@@ -181,7 +181,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
             files = copied_model_files(source, exported.content, hf_config)
         num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
         with (
-            _reported_of("--output", target, "; nothing is left"),
+            _reported_of("--output", target, "; no output is written"),
             console.phase(f"writing {target}") as progress,
             _staged(target) as staging,
         ):
@@ -245,7 +245,7 @@ def _staged(target: Path) -> Iterator[Path]:
             yield staging
         except CheckpointError as error:
             reason = str(error).removeprefix(f"{staging}: ")
-            raise ConfigurationError(f"--output: {target}: {reason}; nothing is left") from error
+            raise ConfigurationError(f"--output: {target}: {reason}; no output is written") from error
 
 
 def _next_step(target_format: TargetFormat, target: Path, *, has_vision: bool) -> str:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts",
         choices=("per_expert", "fused"),
-        help="with --to adapter: a tensor for each expert, or one for all experts of a layer (default: fused)",
+        help="with --to adapter: one tensor per expert (per_expert), or for all experts of a layer (fused, default)",
     )
 
 

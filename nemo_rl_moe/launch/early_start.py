@@ -22,8 +22,8 @@ ROUTE_BYTES_OF_A_TOKEN = 1024
 def stored_bytes(config: MasterConfig) -> int:
     """Return the maximum number of bytes of routed experts that a run keeps in Ray's object store at the same time.
 
-    It is an estimate from above, as the model is not read yet. Asynchronous rollouts keep the responses of several
-    steps.
+    The number is an upper bound, because the model has not been read yet. Asynchronous rollouts keep the responses of
+    several steps.
     """
     if not isinstance(config, GRPOMasterConfig) or not config.policy.generation.engine.captures_routes(config):
         return 0

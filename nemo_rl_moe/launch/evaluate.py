@@ -138,7 +138,7 @@ def _write(
             results = json.dumps(results_of(config, evaluation, threshold), indent=2)
             write_whole(staging / RESULTS_FILE, f"{results}\n")
     except OSError as error:
-        raise ConfigurationError(f"--output: {folder}: {error.strerror}; nothing is left") from error
+        raise ConfigurationError(f"--output: {folder}: {error.strerror}; no output is written") from error
 
 
 def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> dict[str, Any]:

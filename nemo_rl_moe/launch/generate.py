@@ -91,8 +91,8 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
         longest = config.policy.max_total_sequence_length - generation.max_new_tokens
         raise DataError(
             f"data.train.path: {num_dropped} of the prompts are longer than {longest} tokens: a sequence has"
-            f" {config.policy.max_total_sequence_length} tokens, less policy.generation.max_new_tokens"
-            f" {generation.max_new_tokens}"
+            f" {config.policy.max_total_sequence_length} tokens, of which {generation.max_new_tokens} are for the"
+            " response (policy.generation.max_new_tokens)"
         )
     policy = run.start_policy()
     engine = start_engine(config, run, policy, model)
@@ -211,4 +211,4 @@ def _write_lines(lines: Iterator[str], output: Path) -> None:
     try:
         write_whole(output, text)
     except OSError as error:
-        raise ConfigurationError(f"--output: {output}: {error.strerror}; nothing is left") from error
+        raise ConfigurationError(f"--output: {output}: {error.strerror}; no output is written") from error

@@ -35,9 +35,9 @@ def next_free(parent: Path, name: str) -> Path:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder in which the output is assembled. When it is complete, it is renamed to `target`.
+    """Yield a temporary folder in which the output is assembled. At the end, the folder is renamed to `target`.
 
-    After a full disk or an interrupt, nothing of it remains.
+    After an error, such as a full disk, or an interrupt, the temporary folder is removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

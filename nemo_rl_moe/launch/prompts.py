@@ -89,7 +89,9 @@ def read_held_out_prompts(
         path = "" if config.data.validation is None else config.data.validation.path
         raise DataError(f"data.validation.path: {path} has no record of {', '.join(lacking)}")
     if lacking:
-        console.warn(f"data.validation.path: no record of {', '.join(lacking)}, so that it is not validated")
+        console.warn(
+            f"data.validation.path: no record of {', '.join(lacking)}; validation uses the other environments only"
+        )
     return found[THE_ONLY_ONE] if THE_ONLY_ONE in found else interleaved(found)
 
 

@@ -120,8 +120,10 @@ def image_probe(
 def explain_by_text(
     policy: "MegatronPolicy", engine: GenerationEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
-    """Return a sentence on the part of a vision-language model whose weights differ, which sequences without images
-    show."""
+    """Return a sentence that states whether the vision part or the decoder has differing weights.
+
+    It compares the scores of sequences without images, which only the decoder computes.
+    """
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
     none = image_inputs([], np.zeros(PROBE_OF_TEXT, dtype=np.bool_))
     expected = start_scores(policy, sequences, model_inputs=[none] * count)()

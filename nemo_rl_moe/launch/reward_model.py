@@ -36,8 +36,8 @@ def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: Prepar
     ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # not corrected by this package
     if ours is not None and theirs is not None and ours != theirs:
         run.console.warn(
-            f"{_KEY}: {name} has another chat template than {settings.name}, whose template renders the conversations"
-            " that it scores; policy.tokenizer.chat_template sets another one"
+            f"{_KEY}: the chat templates of {name} and {settings.name} differ; the template of {settings.name} renders"
+            " the conversations to score (policy.tokenizer.chat_template sets another template)"
         )
     return model
 

@@ -207,4 +207,4 @@ def _observe(schedule: LineFile | None, updates_per_step: int, warn: Callable[[s
     schedule.append([line_of(ScheduledStep.of(batch), batch.version // updates_per_step + 1)])
     for each in batch.cancelled:
         if each.is_given_up:
-            warn(f"{each.sample_id} is given up after {each.attempt + 1} groups ({each.reason}): {each.message}")
+            warn(f"{each.sample_id} is given up after {each.attempt + 1} attempts ({each.reason}): {each.message}")

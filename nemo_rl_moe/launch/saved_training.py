@@ -98,7 +98,7 @@ class SavedTraining:
             self._console.warn(line)
         log_dir = self._config.logger.log_dir
         if resume.run_folder is not None and resume.run_folder.parent.resolve() != Path(log_dir).resolve():
-            self._console.warn(f"logger.log_dir is {log_dir}, and the run goes on in {resume.run_folder}")
+            self._console.warn(f"logger.log_dir is {log_dir}, but the resumed run continues in {resume.run_folder}")
         self._console.message(self._beginning(resume))
 
     @property
@@ -199,8 +199,10 @@ class SavedTraining:
             raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Return the run's id and its steps. They identify the training of the final weights, because the same folder
-        may hold weights of another training."""
+        """Return the run's id and its steps, by which the run finds out whether final weights are its own.
+
+        The folder may hold the weights of another training.
+        """
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     def checkpoint_dir(self, run_folder: Path) -> Path:

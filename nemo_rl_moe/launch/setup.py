@@ -130,7 +130,7 @@ def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", consol
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Replace the tokenizer's chat template by this package's if it loses parts of conversations, and report it."""
+    """Replace a chat template that loses parts of conversations by this package's corrected template, and report it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 
@@ -343,7 +343,7 @@ def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """Return a value, but a long list as its runs of equal entries, such as `3 x 0, 58 x 1`."""
+    """Return a value unchanged, except a long list: return the runs of its equal entries, such as `3 x 0, 58 x 1`."""
     if not isinstance(value, list) or len(value) <= _LONGEST_LIST_SHOWN:
         return value
     return ", ".join(f"{len(list(run))} x {entry}" for entry, run in itertools.groupby(value))

@@ -144,8 +144,7 @@ def _collect(process: int) -> int | None:
 
 
 def _wait_until_cleared() -> None:
-    """Wait until the watcher of the ended process has ended the run's orphans. The orphans are children of this
-    process."""
+    """Wait until the watcher of the ended process has ended the run's orphans, so that this process has no children."""
     deadline = time.monotonic() + CLEARING_LIMIT_S
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:

@@ -107,7 +107,7 @@ def _upcycle(request: UpcyclingRequest, console: ConsoleLogger) -> None:
                     difference = compare_logits(source, staging)
                 console.message(f"{difference}")
     except (OSError, SafetensorError) as error:
-        raise ConfigurationError(f"--output: {target}: {one_line(error)}; nothing is left") from error
+        raise ConfigurationError(f"--output: {target}: {one_line(error)}; no output is written") from error
     console.message(
         f"{target}: {upcycling.num_parameters:,} parameters, of which a token uses {upcycling.num_active_parameters:,}"
     )

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="always or never compare both models' logits (default: if the new one fits in half of the free memory)",
+        help="always or never compare both models' logits (default: if the new model fits in half of the free memory)",
     )
 
 

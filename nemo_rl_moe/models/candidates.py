@@ -16,7 +16,9 @@ CANDIDATE_IDS = "candidate_ids"
 
 @dataclass(frozen=True)
 class Candidates:
-    """Distinct candidates for each token of a batch, and their log-probabilities given the token's prefix, in nats.
+    """Candidates for each token of a batch: `k` distinct token ids, such as the most probable tokens of a teacher.
+
+    Their log-probabilities are given the token's prefix, in nats.
 
     The values for the first token of a sequence and for padding are undefined.
     """
@@ -26,5 +28,5 @@ class Candidates:
 
 
 def candidate_column(ids: Int[Tensor, "batch sequence k"]) -> Column:
-    """Return the column `candidate_ids`. In it the candidates for a token are at the position before the token."""
+    """Return the column `candidate_ids`, in which the candidates for a token are at the position before the token."""
     return per_token(torch.nn.functional.pad(ids[:, 1:], (0, 0, 0, 1)), Destination.MODEL)

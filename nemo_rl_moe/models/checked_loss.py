@@ -17,7 +17,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def outputs_of(loss_function: LossFunction, inputs: LossInputs) -> LossOutputs:
-    """Return the loss function's outputs for a microbatch."""
+    """Call a loss function, and return its outputs. Raises `UserCodeError` if the user's code fails."""
     name = name_of(loss_function)
     if re.split("[.:]", name)[0] == _PACKAGE:
         return loss_function(inputs)

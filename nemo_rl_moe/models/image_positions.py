@@ -16,11 +16,12 @@ from torch import Tensor
 def image_positions(
     is_image: Bool[Tensor, "rows columns"], grids: Sequence[tuple[int, int]]
 ) -> Int[Tensor, "3 rows columns"]:
-    """Return the positions of sequences, one sequence per row. Responses and padding count up as text.
+    """Return the positions of sequences, one per row. Responses and padding have consecutive positions, as text has.
 
     Args:
         is_image: True for image tokens.
-        grids: Number of rows and columns of tokens of each image, in the order of the images' tokens over all rows.
+        grids: Number of rows and columns of tokens of each image, in the order of the images' tokens over all
+            sequences.
     """
     rows, columns = is_image.shape
     positions = torch.arange(columns).expand(3, rows, columns).clone()
@@ -33,7 +34,9 @@ def image_positions(
             height, width = next(remaining, (0, 0))
             last = first_of_image + height * width - 1
             if height * width == 0 or last >= len(marked) or marked[last] != start + height * width - 1:
-                raise ValueError(f"row {row}: the image tokens from {start} on do not fit an image in grids")
+                raise ValueError(
+                    f"row {row}: the image tokens from position {start} on do not match the next image's size in grids"
+                )
             here = int(positions[0, row, start])
             down, right = torch.arange(height)[:, None], torch.arange(width)[None]
             block = torch.stack([torch.zeros(height, width, dtype=torch.long), *torch.broadcast_tensors(down, right)])

@@ -35,7 +35,10 @@ class ImageSizeError(ValueError):
 
 @dataclass(frozen=True)
 class PatchSizes:
-    """Sizes of single images. Both sides are multiples of `unit`, which is the side of an image token in pixels."""
+    """Rule for the size of an image that is not cut into tiles.
+
+    Both sides are multiples of `unit`, which is the side of an image token in pixels.
+    """
 
     unit: int
     min_pixels: int
@@ -67,8 +70,9 @@ class PatchSizes:
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tiles of one size: a grid with about the image's aspect ratio. If the grid has several tiles, the full image is
-    one more tile.
+    """Rule that cuts an image into equal tiles: a grid with about the image's aspect ratio.
+
+    If the grid has several tiles, the full image is one more tile.
 
     Attributes:
         max_tiles: Maximum number of tiles of the grid. With 1, the full image is the only tile.

@@ -77,7 +77,7 @@ def images_in(inputs: Mapping[str, ModelInput]) -> list[ModelImage]:
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
-    """Return whether there are as many arrays and digests as sizes, and each array has the bytes of its size."""
+    """Return whether each image has a digest, and a pixel array with as many bytes as its size requires."""
     sizes = inputs[IMAGE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[IMAGE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
@@ -100,7 +100,7 @@ def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | No
 
 
 def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the position of each distinct id's first occurrence, and for each id its index in this list."""
+    """Return the position of each distinct id's first occurrence, and each id's index among the distinct ids."""
     first: dict[int, int] = {}
     for position, digest in enumerate(ids):
         first.setdefault(digest, position)

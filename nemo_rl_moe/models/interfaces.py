@@ -40,7 +40,7 @@ class LossInputs:
         global_valid_tokens: Number of targets that count in the loss, in the global batch on all data-parallel ranks.
         global_sequences: Number of sequences in the global batch with such a target.
         greedy_matches: True if the target has the highest probability. None except during evaluation.
-        columns: Columns for the loss. On the token axis they have the shape of `logprobs`.
+        columns: Further columns for the loss. A column with a value for each token has the shape of `logprobs`.
         entropy: Entropies, if the loss needs `Head.ENTROPY`.
         values: Value of the state in which each target is chosen, if the loss needs `Head.VALUE`. Has a graph during
             training.
@@ -65,7 +65,7 @@ class LossInputs:
             return column.values[:, None].expand_as(self.logprobs)
         if column.axis is Axis.TOKEN:
             return column.values
-        raise ValueError(f"the column {name} is ragged: it has no value for each target")
+        raise ValueError(f"the column {name} is ragged: it does not have one value for each target")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,10 @@ class RouteComparison:
     totals: AgreementTotals
 
     def differences(self, name: str) -> dict[str, float]:
-        """Return `rows_differing_{name}` and `tokens_differing_{name}`, or nothing if no row could be compared."""
+        """Return the shares of rows (a token's experts in one layer) and of tokens whose routes differ.
+
+        The names are `rows_differing_{name}` and `tokens_differing_{name}`. Empty if no row could be compared.
+        """
         if not self.totals.tokens[0]:
             return {}
         return {

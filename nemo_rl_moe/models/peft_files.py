@@ -265,6 +265,9 @@ def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
 
 
 def fused_module(container: str, fused: str, parameters: Collection[str]) -> str:
-    """Return peft's module for the factors of a fused parameter. Of two in a container, peft nests one in the other."""
+    """Return the name of the module in which peft stores a fused parameter's factors.
+
+    If two parameters of a container have factors, peft wraps the container twice, with one module in the other.
+    """
     is_inner = fused == "gate_up_proj" and "down_proj" in parameters
     return f"{container}.base_layer" if is_inner else container

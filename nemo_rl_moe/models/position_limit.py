@@ -11,7 +11,8 @@ from nemo_rl_moe.models.families.rules import SequenceLimit
 from nemo_rl_moe.models.families.vision import decoder_section
 
 _EXTENDED = ("linear", "dynamic", "yarn")
-"""Types of rotary scaling whose original length may be missing. It is then `max_position_embeddings`."""
+"""Types of rotary scaling whose original length may be missing. The original length is then
+`max_position_embeddings`."""
 
 
 def position_limit(config_json: Mapping[str, Any]) -> int | None:

@@ -17,7 +17,7 @@ class ParallelCoordinates:
     """Coordinates of this rank in the parallel layout.
 
     Attributes:
-        data_parallel_rank: Index of this rank's share of the batch.
+        data_parallel_rank: Rank in the data-parallel group, which determines the rank's part of the batch.
         pipeline_rank: Index of the pipeline stage, without virtual stages.
         is_last_stage: Whether this rank computes the loss.
         context_rank: Rank in the context-parallel group.
@@ -32,7 +32,7 @@ class ParallelCoordinates:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the loss metrics of this rank count. This is true on one rank for each share of the batch."""
+        """Whether the loss metrics of this rank count. This is true on one rank of each data-parallel replica."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
 
@@ -65,8 +65,8 @@ class RankTrainResult:
     Attributes:
         num_microbatches: Number of microbatches of this data-parallel rank.
         microbatch_metrics: The loss function's metrics of this rank's microbatches. Empty if the rank computes no loss.
-        moe_metrics: Metrics of the observers. Rank 0 has all of them.
-        artifacts: Arrays of the observers, only on rank 0.
+        moe_metrics: Router and expert metrics over all ranks. In a run only rank 0 returns them.
+        artifacts: Name -> array or table of router and expert statistics, only on rank 0.
         memory: Metrics of this rank's memory (`peak_memory_metrics`).
     """
 

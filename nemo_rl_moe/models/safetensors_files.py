@@ -191,7 +191,7 @@ class SafetensorsWriter:
         self._missing_bytes = tensors[0].num_bytes
 
     def _end_tensors(self) -> None:
-        """End the complete tensor and empty tensors after it. After the last tensor, end the file."""
+        """Mark the written tensor, and empty tensors after it, as complete. After the last tensor, end the file."""
         assert self._stream is not None  # opened by `write`
         while not self._missing_bytes:
             self._stream.end_part(self._missing.pop(0).name)

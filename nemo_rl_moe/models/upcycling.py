@@ -72,7 +72,9 @@ _SHARE = 0.5
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts of each layer: their number, the number that a token uses, and the number of slices of each copy."""
+    """Sizes of a layer's experts: their number, the number that a token uses, and the number of experts into which each
+    copy of the dense MLP is sliced.
+    """
 
     num_experts: int
     top_k: int
@@ -93,7 +95,7 @@ class ExpertShape:
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether weights in 16 bits are rounded, because the factor of a copy is not a power of two."""
+        """Whether 16-bit weights are rounded, because they are scaled by a granularity that is not a power of two."""
         return bool(self.granularity & (self.granularity - 1))
 
 
@@ -268,7 +270,10 @@ class Upcycling:
     def _add_slice(
         self, parts: dict[str, list[_Part]], names: Sequence[str], index: int, count: int, share: float
     ) -> None:
-        """Add a slice of the dense MLP. With weights of `1 / count`, `count` slices sum to `share` of its output."""
+        """Add one of `count` slices of the dense MLP to `parts`, as an expert.
+
+        If the router weights each slice by `1 / count`, all slices together give `share` times the MLP's output.
+        """
         of_up = 2.0 ** math.ceil(math.log2(count) / 2)
         factors = (1.0, of_up, share * count / of_up)
         for source, name, along, factor in zip(parts, names, (0, 0, 1), factors, strict=True):

@@ -81,8 +81,9 @@ def stated_choice(response: str) -> str | None:
 def are_words(answer: str) -> bool:
     r"""Return whether an answer consists of words, such as `DACB` or `\text{no solution}`.
 
-    math-verify would read bare words as products of letters, so that `DACB` would equal `ABCD`. But two or three
-    lower-case consonants, such as `xy`, are a product, and `and` or `or` joins several answers.
+    math-verify would read bare words as products of letters, so that `DACB` would equal `ABCD`. The result is False
+    for two or three lower-case consonants, such as `xy`, which are a product, and for several answers, joined by `and`
+    or `or`.
     """
     words = " ".join(_bare(answer).split())
     return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 1 and not _PRODUCT.fullmatch(words)
@@ -128,7 +129,7 @@ def _plain(text: str) -> str:
 
 
 def from_last_boxes(response: str) -> str:
-    r"""Return a response from its last answer in boxes on, or the entire response if no box precedes that answer.
+    r"""Return the end of a response, beginning at its last boxed answer. Without an earlier box, return the response.
 
     math-verify would compare the set of all boxes, including boxes that a later box corrects.
     """
@@ -138,7 +139,7 @@ def from_last_boxes(response: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last answer in boxes, or None if this answer does not consist of exactly one box."""
+    """Return the content of the last box. None if there is no box, or if several boxes form the last answer."""
     last = _last_answer(text, closed_boxes(text))
     return text[text.index("{", last[0][0]) + 1 : last[0][1] - 1] if len(last) == 1 else None
 
@@ -155,7 +156,7 @@ def _last_answer(text: str, boxes: Sequence[tuple[int, int]]) -> Sequence[tuple[
 
 
 def closed_boxes(text: str) -> list[tuple[int, int]]:
-    """Return start and end of each closed box that is not inside of another closed box."""
+    """Return start and end position of each `\\boxed{...}` that is closed and not inside of another closed one."""
     found: list[tuple[int, int]] = []
     opened: list[int | None] = []
     for brace in _BRACES.finditer(text):

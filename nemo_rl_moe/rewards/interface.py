@@ -20,7 +20,7 @@ class ScoringItem:
         prompt: The prompt as text, without the chat template's additions.
         is_truncated: Whether the response was truncated at the length limit.
         record: The data's record of the prompt (`answer`, `metadata`, ...).
-        environment: Name in `env.mixture`. Empty without a mixture.
+        environment: Name of the prompt's environment in `env.mixture`. Empty without a mixture.
     """
 
     sample_id: str
@@ -58,7 +58,7 @@ class Score:
 
     @classmethod
     def named(cls, rewards: Mapping[str, float], *, is_correct: bool) -> "Score":
-        """Return a score with several named rewards. `env.reward_weights` has their weights."""
+        """Return a score with several named rewards, whose weights are in `env.reward_weights`."""
         return cls(0.0, is_correct, rewards=rewards)
 
 
@@ -116,7 +116,7 @@ def _failed(problem: str) -> Score:
 
 
 def with_turn_rewards(score: Score, rewards: Sequence[float]) -> Score:
-    """Return a checked score with the rewards of turns added, or with a fault if the sum is too large."""
+    """Return a checked score with the rewards of a trajectory's turns added, or a fault if the sum is too large."""
     if score.fault is not None or not rewards:
         return score
     total = score.reward + math.fsum(rewards)
@@ -134,7 +134,7 @@ class RewardFunction(Protocol):
 
 
 class BatchReward(Protocol):
-    """A reward function for many responses at once. It returns faults and never raises them."""
+    """A reward function for many responses at once. If scoring one fails, its score has a fault. Nothing is raised."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Return the score of each response, in order."""
@@ -142,8 +142,8 @@ class BatchReward(Protocol):
 
 
 class NoReward:
-    """Reward function for an environment whose driver scores its trajectories. It returns a fault for every
-    response."""
+    """Reward function of an environment whose driver scores the trajectories. It should not be called. If it is, it
+    returns a fault for every response."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         return [_failed(f"{REWARD_KEY}: null scores nothing; the driver of a trajectory gives its score")] * len(items)

@@ -40,8 +40,8 @@ class Judge:
     """Reward function whose reward is the judge's mark, the last number of its reply, divided by `full_marks`. A
     response is right if its reward is 1.
 
-    A reply may end with `8/10` or `8 out of 10` if `full_marks` is 10. With another number than `full_marks` there, the
-    reply has no mark. `env.reward.timeout_s` limits all attempts for a response together, with the pauses between them.
+    If `full_marks` is 10, a reply may also end with `8/10` or `8 out of 10`. A reply such as `4/5` has no mark then.
+    `env.reward.timeout_s` limits all attempts for a response together, with the pauses between them.
     """
 
     def __init__(self, config: JudgeConfig):

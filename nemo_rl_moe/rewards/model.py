@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of an environment whose only reward is that of the reward model."""
+"""Reward function of an environment whose rewards come from a reward model alone."""
 
 from collections.abc import Sequence
 

@@ -14,15 +14,15 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 FULL_SCORE = 1.0
 
 SEED_STRIDE = 10_000_000
-"""Factor on the seeds of sets. The library samples item i of a set with the set's seed + i, so that sets with
-neighbouring seeds would have nearly the same items."""
+"""Factor by which the seed of a set of items is multiplied, because the library samples item i with seed + i. Otherwise
+sets with neighbouring seeds would have nearly the same items."""
 DRAWS_PER_ITEM = 4
 SPARE_DRAWS = 100
 FROM_DATA_SECTION = {"seed": "data.*.seed", "size": "data.*.num_items"}
 
 
 class ReasoningGymReward:
-    """Reward function that uses the task's verifier.
+    """Reward function that scores by the verifier of a reasoning-gym task.
 
     The record needs the task's `answer` and `metadata`. A verifier may give a partial score, for example for a text
     that only contains the answer. A response is right only with the full score.
@@ -83,7 +83,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> Sampled
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
-    """Return a task of the library as a data set of `size` items."""
+    """Return a task of the library as a data set of `size` items, which are sampled with `seed`, `seed + 1`, ..."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

@@ -29,7 +29,7 @@ class AnswerReward:
     """Reward function that passes only the answer in a response to another reward function.
 
     Args:
-        answer_after: See `answer_in`.
+        answer_after: Text after whose last occurrence the answer begins. None: the answer is the entire response.
         score_truncated: Whether to score responses that were truncated at the length limit. If not, they are wrong and
             get reward 0.
         reward_names: Names of the rewards if the function returns several. Empty: it returns one number.
@@ -100,7 +100,7 @@ def _custom(config: CustomRewardConfig) -> RewardFunction:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{key}: {config.factory} raised while it was made: {error_in_user_code(error)}"
+            f"{key}: {config.factory} raised while making the reward function: {error_in_user_code(error)}"
         ) from error
     if not callable(getattr(reward_function, "score", None)):
         raise ConfigurationError(

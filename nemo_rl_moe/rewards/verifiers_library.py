@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import ConfigurationError
 _KEY = "env.driver.id"
 _INSTALL = "pip install 'nemo-rl-moe[verifiers]'"
 _OWN_LEVEL = "VF_LOG_LEVEL"
-"""Environment variable that sets the library's log level."""
+"""Environment variable by which a user sets the library's log level."""
 
 
 def load_verifiers(driver: VerifiersConfig) -> Any:
@@ -99,10 +99,10 @@ def _library() -> Any:
 
 
 def unknown(name: str, mark: str) -> str:
-    """Return the error line about an environment that does not exist.
+    """Return the error line about an environment that does not exist, with the names of existing ones.
 
     Args:
-        mark: Word that each module with an environment contains.
+        mark: Word by which modules with environments in the working folder are recognised.
     """
     local = {path.stem for path in Path.cwd().glob("*.py") if mark in path.read_text(errors="replace")}
     known = sorted(_installed() | local)
@@ -123,7 +123,7 @@ def _installed() -> set[str]:
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module of an environment."""
+    """Return the name of the Python module of an environment, from the environment's name."""
     return name.replace("-", "_").split("/")[-1]
 
 
@@ -136,8 +136,7 @@ def search_working_folder() -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore the run's signal handlers at the end of this context, because the library's environments install handlers
-    that end the process."""
+    """Restore the run's signal handlers at the end of this context: the library's environments replace them."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

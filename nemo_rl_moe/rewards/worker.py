@@ -13,12 +13,12 @@ from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringI
 from nemo_rl_moe.rewards.registry import make_reward_function
 
 INTERRUPTION_S = 1.0
-"""Number of seconds after the alarm at which the process is ended if the reward function has not stopped."""
+"""Number of seconds after the time limit's alarm. If the reward function still runs then, its process is ended."""
 _STDERR = 2
 
 
 class RewardWorker:  # pragma: no cover  (runs in other processes)
-    """A reward function with the loop over responses."""
+    """Object in a worker process that holds a reward function and scores responses one after the other."""
 
     def __init__(self, rank: int, world_size: int, *, reward: WorkerRewardConfig, env: EnvironmentConfig):
         self._reward_function = make_reward_function(reward, env)

@@ -21,10 +21,10 @@ Indices = tuple[int, ...]
 class RewardWorkers:
     """Context manager that starts processes to score responses. Ray must be running.
 
-    For a batch, each worker is called once with its share. It returns a fault for a response whose scoring raises or
-    exceeds the time limit. If a response ends its worker (by a segmentation fault, `os._exit` or lack of memory) or
-    blocks it outside of the interpreter, the worker is replaced, and the responses of its share are scored again one by
-    one, each at most twice.
+    For a batch, each worker is called once with its share of the responses. The worker returns a fault for a response
+    whose scoring raises or exceeds the time limit. If a response ends its worker (by a segmentation fault, `os._exit`
+    or lack of memory) or blocks it outside of the interpreter, the worker is replaced, and the responses of its share
+    are scored again one by one, each at most twice.
 
     Scores do not depend on which worker scores a response, unless the reward function keeps state.
     """
@@ -51,7 +51,7 @@ class RewardWorkers:
             raise
 
     def shutdown(self) -> None:
-        """Stop all workers, including calls of other threads. A second call has no effect."""
+        """Stop all workers, even if other threads wait for their scores. A second call has no effect."""
         self._pool.shutdown()
 
     def _score(self, items: Sequence[ScoringItem]) -> list[Score]:

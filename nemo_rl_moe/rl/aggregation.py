@@ -29,7 +29,7 @@ def global_mean(
     global_sequences: int,
     config: PolicyGradientLossConfig,
 ) -> Float[Tensor, ""]:
-    """Return this microbatch's share of the mean over the global batch, as configured.
+    """Return this microbatch's part of the configured mean over the global batch. The parts add up to the mean.
 
     - `token_level_loss: true`: mean over all valid tokens (DAPO, arXiv:2503.14476).
     - `length_normalizer`: mean over sequences of each sequence's sum over its tokens, divided by this constant (Dr.

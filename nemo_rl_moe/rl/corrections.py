@@ -61,8 +61,9 @@ class Correction:
             bounds, and the section `loss_fn`.
         effect: What happens to tokens out of bounds. It is a part of the name of the metric
             `importance_weight_{effect}_fraction`. None means a correction without bounds.
-        bounds_geometric_mean: Whether the bounds are compared with the geometric mean of the sequence's ratios, instead
-            of the ratio of `importance_sampling_level`.
+        bounds_geometric_mean: Whether the bounds are compared with the geometric mean of the ratios of a sequence's
+            tokens. If False, they are compared with the ratio of the token or sequence that
+            `importance_sampling_level` selects.
         lower_bound: Bound if `importance_sampling_ratio_min` is null. If it is None, the setting must be a number.
     """
 
@@ -93,9 +94,10 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
-    """Return whether the correction bounds the weight of tokens that older weights sampled.
+    """Return whether the correction bounds the importance weights of tokens that an older policy sampled.
 
-    The clip of an objective does so only if its ratio is relative to the weights that sampled the tokens.
+    Without such a correction, these importance weights are only bounded if the objective clips its ratio and computes
+    it relative to the policy that sampled the tokens.
     """
     return CORRECTIONS[config.importance_sampling_correction].effect is not None
 
@@ -108,7 +110,7 @@ def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
     if correction.lower_bound is None and loss.importance_sampling_ratio_min is None:
         yield (
             "loss_fn.importance_sampling_ratio_min: got null, expected a number with"
-            f" loss_fn.importance_sampling_correction {correction.name}, such as 0.999 beside a"
+            f" loss_fn.importance_sampling_correction {correction.name}, such as 0.999 with a"
             " loss_fn.importance_sampling_ratio_max of 1.002"
         )
     elif correction.effect is not None and lower >= upper:

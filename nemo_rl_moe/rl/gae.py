@@ -19,8 +19,9 @@ def order_in_time(
 ) -> Int[Tensor, "trajectories longest"]:
     """Return the positions of trained tokens in the order in which they were sampled, aligned at the end.
 
-    Alternating conversations are concatenated, so a later position may be earlier in time. If a trajectory has fewer
-    than `longest` trained tokens, its row begins with positions of untrained tokens.
+    If the environment alternates between several conversations, a trajectory has one after the other, so a later
+    position may be earlier in time. If a trajectory has fewer than `longest` trained tokens, its row begins with
+    positions of untrained tokens.
 
     Args:
         token_turns: Index in time of the turn of each sampled token.
@@ -72,10 +73,11 @@ def generalized_advantages(
     discount: float,
     decay: float,
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Return `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
+    """Return `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t`.
 
-    A time step `t` is a trained token, and `t + 1` is the next trained token. Tokens of the environment between both
-    cause no discount. The value after the last token is 0, even for truncated trajectories.
+    This is generalized advantage estimation (arXiv:1506.02438, eq. 16). A time step `t` is a trained token, and `t + 1`
+    is the next trained token. Tokens of the environment between these two cause no discount. The value after the last
+    token is 0, even for truncated trajectories.
 
     Args:
         rewards: `r`, at each token.
@@ -105,9 +107,9 @@ def generalized_advantages(
 def whitened(
     advantages: Float[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Return advantages minus their mean over the tokens of a step, over their sample standard deviation.
+    """Return advantages minus their mean over the tokens of a step, divided by their sample standard deviation.
 
-    They are 0 where masked. A single token is only centred.
+    Masked advantages are 0. With a single token, only the mean is subtracted.
     """
     import torch
 

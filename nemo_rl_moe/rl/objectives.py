@@ -163,7 +163,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the objective reads the settings that are on."""
+    """Check that the objective reads each changed setting in `SWITCHES`."""
     loss = config.loss_fn
     objective = OBJECTIVES.get(loss.objective)
     for key, reason in objective.unread.items() if objective is not None else ():

@@ -12,11 +12,11 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 
 @dataclass(frozen=True)
 class Answer:
-    """Messages after the last turn of the model.
+    """Messages after the last turn of the model, with their tokens (`extension`).
 
     Attributes:
         messages: All messages after the turn, including an earlier answer to it.
-        replaced: Extension of the earlier answer, which `extension` replaces. None if there was no earlier answer.
+        replaced: Tokens of an earlier answer to the same turn, which `extension` replaces. None if there was none.
     """
 
     messages: tuple[Message, ...]
@@ -32,8 +32,8 @@ class Conversation:
 
     Args:
         inputs: Tools and names for the chat template.
-        num_prompt_messages: Number of first messages. Control tokens in their text are tokenized as such, those in
-            later messages as plain text.
+        num_prompt_messages: Number of first messages. Their text may have control tokens. In later messages, the text
+            of a control token is tokenized as plain text.
         stop_token_ids: Tokens that end a turn.
         continuation: Renders messages. None without a chat template.
     """
@@ -80,7 +80,7 @@ class Conversation:
 
         Raises:
             RuntimeError: There is no chat template.
-            NoExtension: No tokens are known for the conversation.
+            NoExtension: The chat template cannot show the conversation.
             RecordError: A message is malformed.
         """
         continuation = self._require_continuation()
@@ -96,18 +96,18 @@ class Conversation:
         return self._continuation
 
     def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
-        """Return new messages after the last turn, together with earlier ones that answer the same turn.
+        """Return all messages after the model's last turn, with their tokens: earlier ones, and the new `messages`.
 
-        If the template would change earlier tokens, the conversation begins anew in another sequence.
+        If the template would change earlier tokens, the entire conversation is rendered anew, for another sequence.
 
         Raises:
             RuntimeError: The model has not answered yet, or there is no chat template.
-            NoExtension: No tokens are known for the conversation.
+            NoExtension: The chat template cannot show the conversation.
             RecordError: A message is malformed.
         """
         continuation = self._require_continuation()
         if not self._is_sampled:
-            raise RuntimeError("a message answers a response of the model; await session.generate() before")
+            raise RuntimeError("a message was added before a response of the model; await session.generate() first")
         earlier = self._answer
         new = [*(earlier.messages if earlier is not None else ()), *messages]
         turn = SampledTurn(self._before, self._turn, self._stop_token_ids, self._inputs, self._text_before)
@@ -125,8 +125,8 @@ class Conversation:
         except NoExtension as error:
             if str(error) == reason:
                 raise
-            raise NoExtension(f"{reason}; it cannot be rendered afresh either: {error}") from None
+            raise NoExtension(f"{reason}; the conversation cannot be rendered afresh either: {error}") from None
 
     def accept(self, answer: Answer) -> None:
-        """Add messages whose tokens the sequence has now."""
+        """Add the messages of an answer, after the caller has added their tokens to a sequence."""
         self._answer = answer

@@ -36,7 +36,7 @@ from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
-"""Metric: number of prompt tokens that an engine had in its cache."""
+"""Metric: mean number of prompt tokens of a trajectory that the engine had in its prefix cache."""
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
@@ -177,7 +177,7 @@ class Session:
     def begin_sequence(self, token_ids: Sequence[int], messages: Sequence[Message]) -> GrowingSequence:
         """Begin another sequence with tokens that are not trained on, and return it for `continue_sequence`.
 
-        If the model has sampled in other sequences only, the trajectory does not include the prompt's sequence.
+        The finished trajectory omits the prompt's sequence if the model has sampled only in other sequences.
 
         Args:
             messages: The messages that the tokens show.
@@ -187,7 +187,11 @@ class Session:
         return sequence
 
     def extend_sequence(self, sequence: GrowingSequence, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add messages after a response in any sequence of the trajectory. They are not trained on."""
+        """Add messages after a response in any sequence of the trajectory.
+
+        Args:
+            token_ids: Tokens of the messages. They are not trained on.
+        """
         first = len(sequence)
         sequence.add_given(token_ids)
         self._transcript.add_messages(messages, sequence, first)
@@ -195,7 +199,7 @@ class Session:
     def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Begin another sequence with another conversation, such as a history that the environment has rewritten.
 
-        Its tokens are not trained on. If they do not fit, the trajectory is full, as with `append`.
+        Its tokens are not trained on. If they do not fit, none is added, and the trajectory ends as truncated.
 
         Raises:
             RuntimeError: A response is still pending, or there is no chat template.
@@ -265,7 +269,7 @@ class Session:
         self._append(token_ids, None)
 
     def append_text(self, text: str) -> None:
-        """Add text of the environment, as with `append`."""
+        """Add text of the environment, such as an observation. As with `append`, its tokens are not trained on."""
         self._require_no_response_pending("tokens were")
         if self._may_fit(text):
             too_many = too_many_tokens(text, self.max_tokens, self.encode)
@@ -322,11 +326,15 @@ class Session:
             self._transcript.add_unread(messages)
 
     def note_call(self, call: ToolUse, seconds: float = 0.0) -> None:
-        """Note a tool call of the last response, for people to read. The call has just ended, after some seconds."""
+        """Add a tool call of the last response to the transcript for people.
+
+        Args:
+            seconds: Time since the call began.
+        """
         self._transcript.add_call(call, seconds)
 
     def note_result(self, call_id: str, outcome: Outcome) -> None:
-        """Note the outcome of an earlier call. Its result has just arrived."""
+        """Add the outcome of an earlier tool call to the transcript, as soon as the result of the call has arrived."""
         self._transcript.add_result(call_id, outcome)
 
     def _require_no_response_pending(self, what: str) -> None:
@@ -366,7 +374,7 @@ class Session:
             RuntimeError: There is no response yet, or an earlier request is still pending.
         """
         if not self.turns:
-            raise RuntimeError("a score was asked for before the first response; await session.generate() before")
+            raise RuntimeError("a score was asked for before the first response; await session.generate() first")
         last = self.turns[-1]
         text = last.text if response is None else response
         prompt = self.prompt
@@ -384,7 +392,7 @@ class Session:
             ValueError: The amount is not a number, or too large.
         """
         if not self.turns:
-            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+            raise RuntimeError("a reward was given before the first response; await session.generate() first")
         if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
             raise ValueError(
                 f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
@@ -476,7 +484,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of user code as plain numbers. Lists must not be averaged silently."""
+    """Return the metrics of user code as plain numbers. Raise TypeError for others, such as lists."""
     for name, value in metrics.items():
         if not _is_number(value):
             raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
@@ -496,7 +504,7 @@ class Environment(Protocol):
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory: generate, optionally answer with further tokens, and end with `session.finish`.
 
-        A session allows one request at a time. An error ends the run.
+        A session allows one request at a time. An error that this method raises ends the run.
         """
         ...
 
@@ -510,7 +518,7 @@ class SingleTurn:
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the trajectory's seed for its first response, and for later ones seeds that no other trajectory has."""
+    """Return the seed of a turn: the trajectory's for turn 0, and for later turns one that no other trajectory has."""
     if turn == 0:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

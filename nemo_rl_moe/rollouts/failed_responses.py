@@ -23,7 +23,7 @@ def scored_responses(trajectories: Sequence[Trajectory], num_generations: int) -
 class FailureRule:
     """Treatment of failed responses in the groups of a step, so that a failure is never better than an answer.
 
-    Its methods take trajectories group after group. A group has one environment.
+    Its methods take trajectories group after group. All trajectories of a group have the same environment.
 
     Attributes:
         on_failure: Name of an environment -> its `env.on_failure`.
@@ -56,7 +56,10 @@ class FailureRule:
     def filled(
         self, rewards: Float[Tensor, "groups generations"], trajectories: Sequence[Trajectory]
     ) -> Float[Tensor, "groups generations"]:
-        """Return rewards in which a failed response has the lowest scored reward of its group, or else 0."""
+        """Return rewards in which a failed response has the lowest scored reward of its group.
+
+        It has 0 if `env.on_failure` is `zero`, or if the group has no scored response.
+        """
         num_generations = rewards.shape[1]
         is_scored = scored_responses(trajectories, num_generations)
         lowest = rewards.masked_fill(~is_scored, float("inf")).amin(dim=1, keepdim=True)
@@ -68,7 +71,7 @@ class FailureRule:
     ) -> Float[Tensor, "groups generations ..."]:
         """Return advantages, clamped to at most 0 for failed responses.
 
-        A baseline that is not the mean of the group can make such advantages positive.
+        This is needed because a baseline other than the mean of the group can make these advantages positive.
         """
         num_generations = advantages.shape[1]
         may_gain = scored_responses(trajectories, num_generations)
@@ -77,7 +80,7 @@ class FailureRule:
         return advantages.where(of_each, advantages.clamp(max=0.0))
 
     def counted(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories whose rewards count in metrics."""
+        """Return the trajectories whose rewards count in metrics: scored ones, and failed ones that get reward 0."""
         return [found for found in trajectories if found.fault is None or self.of(found) == "zero"]
 
     def unscored_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -14,7 +14,7 @@ _CONSEQUENCES: dict[OnFailure, str] = {
     "leave_out": "which is not trained on",
     "lowest": "which gets the lowest reward of its group",
     "zero": "which gets reward 0",
-    "retry": "which a second attempt has not mended, so that it is not trained on",
+    "retry": "which failed in its second attempt too and is not trained on",
 }
 
 
@@ -76,7 +76,7 @@ class FaultWatch:
             return
         self._has_reported_overlong = True
         self._warn(
-            f"{first.overlong}: none of them is added, and the trajectory ends there, as one that was cut (sample"
+            f"{first.overlong}: none of them is added, and the trajectory ends as truncated (sample"
             f" {first.sample_id}); further ones are counted as {OVERLONG_METRIC}"
         )
 
@@ -90,7 +90,7 @@ class FaultWatch:
             raise RewardWorkersFailedError(f"{problem} ({KEY}: {self._max_failed})")
         if self._failed_in_a_row == 1:
             limit = "null" if self._max_failed is None else self._max_failed
-            self._warn(f"{problem}; a step of which nothing is scored changes no weights ({KEY}: {limit})")
+            self._warn(f"{problem}; a step without a scored response changes no weights ({KEY}: {limit})")
 
     def _is_scored(self, trajectory: Trajectory) -> bool:
         """Return whether the environment gave a score. A truncated response may get reward 0 without a score."""

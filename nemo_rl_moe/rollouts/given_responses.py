@@ -19,14 +19,16 @@ from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajecto
 
 
 class GivenResponses:
-    """A `RolloutSource` of one trajectory per prompt, with the response of its record, cut to the runner's limit.
+    """A `RolloutSource` with one trajectory per prompt, whose response is read from the prompt's record.
+
+    Responses are cut to the runner's limit on tokens.
 
     Args:
         runner: Its engine is only used for validations.
-        rounds: The prompts of each epoch, at least one round.
+        rounds: The prompts of each epoch in rounds, one per step. There must be at least one round.
         response_key: Key of the response in a record.
         end: Tokens to add after each response, such as the end token. May be empty.
-        batches_taken: Number of rounds that the resumed run has done.
+        batches_taken: Number of rounds that the resumed run has already taken.
 
     Attributes:
         steps_per_epoch: Number of steps of one pass over the prompts.

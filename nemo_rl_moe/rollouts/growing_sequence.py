@@ -19,7 +19,8 @@ class GrowingSequence:
     Attributes:
         token_ids: All tokens so far.
         num_first: Number of tokens with which the sequence began.
-        routed_experts: Experts of the tokens that a pass has seen. None if the engine does not report them.
+        routed_experts: Experts of the tokens for which the engine has run a forward pass. None if it does not report
+            experts.
     """
 
     def __init__(self, token_ids: Sequence[int]):
@@ -95,10 +96,10 @@ class GrowingSequences:
         return self.last
 
     def size_before(self, extension: Extension, replaced: Extension | None) -> int:
-        """Return the number of tokens before an extension in its sequence.
+        """Return how many tokens the sequence will have before an extension, the tokens of new messages.
 
         Args:
-            replaced: The earlier extension after the same turn, to be replaced. None if there is none.
+            replaced: Earlier extension after the same turn, which the new one replaces. None if there is none.
         """
         if extension.begins_anew:
             return 0
@@ -107,7 +108,11 @@ class GrowingSequences:
         return len(self._sequences[-2]) if replaced.begins_anew else len(self.last) - len(replaced.token_ids)
 
     def extend(self, extension: Extension, replaced: Extension | None) -> None:
-        """Add the tokens of an extension to the last sequence, or begin another one with them."""
+        """Add an extension (the tokens of new messages) to the last sequence, or begin another sequence with it.
+
+        Args:
+            replaced: Earlier extension after the same turn, which the new one replaces. None if there is none.
+        """
         if replaced is not None and replaced.begins_anew:
             self._sequences.pop()
         elif replaced is not None:
@@ -123,5 +128,5 @@ class GrowingSequences:
         return [each for each in self._sequences if each.has_sampled] or self._sequences[:1]
 
     def finished(self, model_inputs: Mapping[str, ModelInput]) -> tuple[TokenSequence, ...]:
-        """Return the `kept` sequences as they are now."""
+        """Return the sequences in `kept` as they are now, with further inputs of the model."""
         return tuple(sequence.finished(model_inputs) for sequence in self.kept)

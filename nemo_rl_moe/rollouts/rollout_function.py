@@ -16,7 +16,7 @@ _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 
 
 class RolloutFunction:
-    """An environment that is a user's coroutine function of a session.
+    """An environment made of a user's coroutine function, which takes a session and returns its trajectory.
 
     Args:
         name: Name of the function in the configuration.

@@ -21,7 +21,7 @@ class RunEnvironment:
         watch: Checks its trajectories, and may end the run by an error.
         reward_weights: Weight of each named reward. None if a score is one number.
         continuation: Renders messages that an environment appends. None without a chat template.
-        timeout_s: Maximum seconds of one trajectory, without waiting for the engine or the reward. None for no limit.
+        timeout_s: Maximum seconds of a trajectory, not counting waits for the engine or the reward. None for no limit.
         num_attempts: Maximum number of attempts at a trajectory whose environment fails.
     """
 
@@ -57,7 +57,7 @@ def score_items(environments: Environments, items: Sequence[ScoringItem]) -> lis
 
 
 def watch_trajectories(environments: Environments, trajectories: Sequence[Trajectory]) -> None:
-    """Show the trajectories of a step or validation to the watches of their environments."""
+    """Pass the trajectories of a step or validation to `watch` of their environments, which may end the run."""
     for name, own in environments_in(trajectories).items():
         if (watch := environments[name].watch) is not None:
             watch.observe(own)

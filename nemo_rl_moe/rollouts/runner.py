@@ -33,9 +33,9 @@ AddRewards = Callable[[Sequence[Trajectory]], list[Trajectory]]
 class RolloutRunner:
     """Makes trajectories: an environment drives them, the engine continues them, a reward function scores them.
 
-    Usually, a trajectory resumes as soon as its sequence has arrived, and is scored as soon as it asks for a score. An
-    engine in lockstep answers when every trajectory waits, first all requests and then all scores, so that a run can
-    be repeated bit for bit.
+    Usually, a trajectory resumes as soon as its sequence has arrived, and is scored as soon as it asks for a score. In
+    lockstep, requests wait until every trajectory waits. Then all requested sequences are generated together or, if no
+    sequence is requested, all requested scores are computed together. So a run can be repeated bit for bit.
 
     Args:
         max_tokens: Maximum number of tokens of a trajectory.
@@ -80,7 +80,7 @@ class RolloutRunner:
 
     @property
     def clock(self) -> PhaseClock:
-        """Clock that gets the current phases `generation`, `rewards` and `reward_model`."""
+        """Clock that adds up the time of the phases `generation`, `rewards` and `reward_model`."""
         return self._supervisor.clock
 
     @clock.setter
@@ -94,7 +94,7 @@ class RolloutRunner:
         sampling: SamplingParameters,
         note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> Iterator[tuple[int, list[Trajectory]]]:
-        """Yield the index of each prompt with its group of trajectories, as they end.
+        """Yield the index of a prompt with its group of trajectories, as soon as the group ends.
 
         Args:
             seeds: Seeds of the trajectories of each prompt.
@@ -146,7 +146,7 @@ class RolloutRunner:
             report_progress: Receives the number of sequences so far.
 
         Raises:
-            RewardWorkersFailedError: A watch ends the run.
+            RewardWorkersFailedError: Too many steps and validations in a row had no scored response.
             RolloutsGivenUpError: The run was asked to stop, and no trajectory makes progress.
             DataError: An image of a prompt cannot be read, or has changed.
         """
@@ -169,7 +169,11 @@ class RolloutRunner:
         return trajectories
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Show the trajectories of a step or validation to the watches. A watch may end the run."""
+        """Check the trajectories of a step or validation for faults.
+
+        Raises:
+            RewardWorkersFailedError: Too many steps and validations in a row had no scored response.
+        """
         watch_trajectories(self._environments, trajectories)
 
     def close(self) -> None:
@@ -224,7 +228,11 @@ class RolloutRunner:
         return await self._gate.generate(request)
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Return the score of one response. In lockstep, responses are sorted by `place`."""
+        """Return the score of one response.
+
+        In lockstep (the engine answers only when all trajectories wait), all waiting responses are scored together,
+        sorted by `place`, the index of the trajectory.
+        """
         return await self._scores.ask(item, place)
 
     async def pause(self) -> None:

@@ -28,7 +28,7 @@ _NOT_A_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 class Answers(Protocol):
-    """Answers requests of trajectories. It is the runner, or in another process the connection to the runner."""
+    """Interface that answers requests of trajectories: the runner or, in another process, the connection to it."""
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Return the continuation of one sequence of a trajectory."""
@@ -43,15 +43,16 @@ class RunningTrajectory:
     """One attempt at a trajectory, from its start to its end.
 
     Args:
-        answers: Answers its requests.
-        place: Index by which an engine in lockstep sorts requests.
+        answers: Runner that answers its requests, or a connection to the runner.
+        place: Index by which requests are sorted if the engine answers all of them together, in lockstep.
         note_change: Called when it ends, begins to wait or gets an answer.
         note_sequence: Called with each of its sequences.
 
     Attributes:
         task: Runs its code. Set by `start`.
-        waits_for: Kind of the answer that it waits for. None while its code runs or awaits anything else.
-        seen_at: Line of its code in another process. None if it runs in this one.
+        waits_for: "generation", "rewards" or "a process" while it waits for an answer from there. None while its code
+            runs or awaits anything else.
+        seen_at: Line at which its code was last seen, if the code runs in another process. None otherwise.
     """
 
     task: "asyncio.Task[Trajectory]"
@@ -87,7 +88,7 @@ class RunningTrajectory:
 
         Args:
             label: Name in messages.
-            timeout_s: Maximum seconds, without waiting for answers. None for no limit.
+            timeout_s: Maximum seconds, not counting waits for answers. None for no limit.
             steps: Wraps the coroutine, to observe its steps.
         """
         self._session, self.label, self._coroutine, self._timeout_s = session, label, coroutine, timeout_s
@@ -104,11 +105,15 @@ class RunningTrajectory:
         return await self._wait_for("rewards", self._answers.score(item, self._place))
 
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
-        """Return a limited resource, such as a free process. In lockstep, other trajectories do not wait meanwhile."""
+        """Wait for a limited resource, such as a free process, and return it.
+
+        An engine in lockstep answers only when all trajectories wait. This wait counts, so that the engine can answer
+        the other trajectories meanwhile.
+        """
         return await self._wait_for("a process", process)
 
     async def _wait_for(self, what: WaitsFor, answer: Coroutine[Any, Any, Result]) -> Result:
-        """Return an answer. Its errors end the run."""
+        """Wait for an answer and return it. An error of the answer ends the run."""
         if not self.has_ended:
             self._stop_time()
         if self.has_ended:  # an abandoned task
@@ -132,7 +137,7 @@ class RunningTrajectory:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with a fault of its environment. Call `check` before."""
+        """Whether it has ended with a fault of its environment. Requires that `check` was called before."""
         return self.has_ended and self.trajectory.fault is not None
 
     @property
@@ -169,7 +174,7 @@ class RunningTrajectory:
         return self._failed if self._failed is not None else self.task.result()
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude seconds in which the engine computed in the thread of its code."""
+        """Deduct `seconds` from its running time, because the engine computed in the same thread meanwhile."""
         self._own_s -= seconds
         self._stop_time()
         self._start_time()
@@ -248,7 +253,7 @@ class RetriedTrajectory:
 
 
 def seed_of_attempt(seed: int, attempt: int) -> int:
-    """Return a trajectory's seed for its first attempt, and for later ones seeds that no other trajectory has."""
+    """Return the seed of one attempt: `seed` for the first, and for each later one a seed of no other trajectory."""
     if attempt == 0:
         return seed
     return int(np.random.SeedSequence([seed, 0, attempt]).generate_state(1, np.uint64)[0])

@@ -13,7 +13,9 @@ Scored = TypeVar("Scored")
 
 
 class ScoringQueue(Lockstep[Item, Scored]):
-    """A queue of items to score: in lockstep when all trajectories wait, otherwise all queued items in a thread.
+    """A queue of items to score. All queued items are scored together.
+
+    In lockstep, they are scored when all trajectories wait. Otherwise a thread scores them as they arrive.
 
     Args:
         score: Scores items in their order. Called by one thread at a time.
@@ -28,7 +30,8 @@ class ScoringQueue(Lockstep[Item, Scored]):
     async def ask(self, request: Item, place: int) -> Scored:
         """Return the score of one item.
 
-        In lockstep, all queued items are scored together, sorted by `place`: the index of the trajectory or group.
+        In lockstep, the queued items are scored when all trajectories wait, sorted by `place`: the index of the
+        trajectory or group.
         """
         future = self.queued(request, place)
         if not self._in_lockstep and (self._task is None or self._task.done()):

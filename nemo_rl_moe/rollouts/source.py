@@ -21,7 +21,7 @@ class RolloutGroups:
 
     Attributes:
         trained: Trajectories to train on, group after group.
-        generated: All trajectories, group after group.
+        generated: All trajectories that were generated for the step, trained on or not, group after group.
         num_generations: Number of trajectories of a group.
         num_filled: Number of trained groups that are uninformative and that dynamic sampling could not replace.
         is_on_policy: Whether the weights that are trained have sampled every token.
@@ -37,7 +37,7 @@ class RolloutGroups:
 
     @property
     def num_batches(self) -> float:
-        """Number of generated batches of a step's size."""
+        """Number of generated trajectories divided by the number of trained trajectories. 1 if none is trained."""
         return len(self.generated) / len(self.trained) if self.trained else 1.0
 
 
@@ -46,8 +46,8 @@ class SourceState:
     """State of a source for a checkpoint.
 
     Attributes:
-        batches_taken: Number of rounds of prompts that were taken.
-        write: Writes the rest of the state into the checkpoint's folder, now or later.
+        batches_taken: Number of rounds of prompts (the prompts of one step) that were taken from the data.
+        write: Writes the rest of the state into the checkpoint's folder. If called later, it still writes this state.
     """
 
     batches_taken: int
@@ -68,7 +68,7 @@ class RolloutSource(Protocol):
         ...
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the groups of the next step. The source must not be used up.
+        """Return the groups of the next step. Requires that the source is not used up.
 
         Args:
             step: Number of completed steps.
@@ -77,11 +77,11 @@ class RolloutSource(Protocol):
         ...
 
     def update_pending(self, step: int) -> None:
-        """Prepare for the weights after a step, before an engine with separate weights gets them."""
+        """Prepare for new weights. Called after `step` steps, before an engine with a copy of the weights gets them."""
         ...
 
     def updated(self, step: int) -> None:
-        """Resume after the engine has got the weights after a step. Also called before the first step."""
+        """Resume. Called when the engine has received the weights of step `step`, and also before the first step."""
         ...
 
     def state(self, step: int) -> SourceState:

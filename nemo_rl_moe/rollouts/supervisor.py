@@ -20,7 +20,7 @@ STOP_GRACE_S = 10.0
 QUIET_S = 10.0
 """Seconds without progress until stragglers are reported first. Each further report waits twice as long."""
 SETTLING_TURNS = 8
-"""Loop iterations within which a group that replaces another one has made its requests."""
+"""Number of event-loop iterations to wait, in which a replacement group makes its first requests."""
 MANY = 4096
 """Number of trajectories above which the interval between checks grows in proportion."""
 _MOST_REPORTED = 4
@@ -64,11 +64,12 @@ class Supervisor:
     """Supervises the trajectories of one event loop.
 
     Args:
-        queues: Queues of an engine in lockstep. None if the engine answers requests as they arrive.
+        queues: Queues of an engine in lockstep, which answers requests only when all trajectories wait. None if the
+            engine answers requests as they arrive.
         note_failure: Called when the supervisor ends with an error.
 
     Attributes:
-        clock: Gets the current phases `generation`, `rewards` and `reward_model`.
+        clock: Adds up the time of the phases `generation`, `rewards` and `reward_model`.
         num_adding: Number of groups that wait for added rewards.
         failure: The error with which the supervisor has ended.
     """
@@ -87,12 +88,12 @@ class Supervisor:
         self._stop_seen_at: float | None = None
 
     def begin(self) -> None:
-        """Begin in the running loop. Do nothing the second time."""
+        """Begin to supervise, in the running event loop. A second call has no effect."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._supervise())
 
     async def end(self) -> None:
-        """End the supervision. All trajectories must have been cancelled."""
+        """End the supervision. Requires that all trajectories have been cancelled."""
         await cancelled([self._task])
 
     def add(self, trajectory: RunningTrajectory) -> None:
@@ -140,8 +141,8 @@ class Supervisor:
             self._stop_seen_at = now if self._stop_seen_at is None else self._stop_seen_at
             if now - max(self._stop_seen_at, self._progress_at) > STOP_GRACE_S:
                 text = (
-                    f"{reason}: rollouts are given up, as no trajectory has gone on for {STOP_GRACE_S:g} s; waited for"
-                    f" {_described(running)}"
+                    f"{reason}: rollouts are given up, as no trajectory has made progress for {STOP_GRACE_S:g} s;"
+                    f" waited for {_described(running)}"
                 )
                 self._reports.warn(text)
                 raise RolloutsGivenUpError(text)
@@ -149,11 +150,12 @@ class Supervisor:
             self._next_notice_s *= 2
             self._reports.message(
                 f"rollouts: no progress for {now - self._progress_at:.0f} s; {len(self._started) - len(running)} of"
-                f" {len(self._started)} trajectories have ended or wait for the others; running: {_described(running)}"
+                f" {len(self._started)} trajectories have ended or wait for running ones; running:"
+                f" {_described(running)}"
             )
 
     async def _answer_or_wait(self, unfinished: Sequence[RunningTrajectory]) -> None:
-        """In lockstep, answer if every trajectory waits."""
+        """Answer requests if the engine is in lockstep and every trajectory waits. Otherwise wait."""
         queues = self._queues
         if queues is None or any(each.is_running for each in unfinished):
             await self._wait_for_a_change(unfinished)
@@ -177,7 +179,7 @@ class Supervisor:
         return self._num_changes == before
 
     async def _wait_for_a_change(self, unfinished: Sequence[RunningTrajectory]) -> None:
-        """Wait until the next check. In lockstep, return earlier if a trajectory resumes."""
+        """Wait until the next check. With an engine in lockstep, return earlier if a trajectory resumes."""
         waits = {"reward_model"} if self.num_adding else {each.waits_for for each in unfinished}
         phase = next((name for name in ("generation", "rewards", "reward_model") if name in waits), None)
         self._is_idle = not unfinished and not self.num_adding

@@ -25,7 +25,7 @@ CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
 CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
 RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
 UNKNOWN_CALLS = "tools/unknown_calls"
-"""Calls without a result, in environments of other libraries."""
+"""Metric: number of calls without a result, only in environments of other libraries."""
 METRICS = (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT, SECONDS)
 _OUTCOMES: dict[Fault, Outcome] = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.DIED: "died"}
 NO_TOOL = "unknown"
@@ -34,7 +34,7 @@ NO_TOOL = "unknown"
 
 @dataclass
 class _Calls:
-    """Calls of a trajectory so far. Their metrics are in its session, so that they survive a failure.
+    """Calls of a trajectory so far. Their metrics are stored in the session, so that a failed trajectory has metrics.
 
     Attributes:
         tools: Tools that the trajectory may call.
@@ -61,8 +61,8 @@ class ToolConversation:
     Args:
         tools: Tools of the run. A prompt whose record names tools may only call the named ones.
         tool_format: Format in which the model writes calls.
-        driver: Limits, the maximum number of responses, and the cost of a call. Calls of the last turn are not made and
-            cost nothing.
+        driver: Limits on calls, the maximum number of responses, and the cost of a call. Calls in the last allowed
+            response are not made and cost nothing.
         warn: Receives a line at the first failure of each kind.
     """
 
@@ -162,7 +162,7 @@ class ToolConversation:
             )
 
     def _checked(self, call: ParsedCall, tools: Tools) -> tuple[str, dict[str, object]]:
-        """Return name and arguments of a call that can be made."""
+        """Return the name and the converted arguments of a call. Raise an ArgumentError if the call cannot be made."""
         if isinstance(call, MalformedCall):
             raise ArgumentError(f"this call cannot be read: {call.problem}; expected the form {self._format.example}")
         tool = tools.get(call.name)

@@ -22,14 +22,17 @@ NO_TURN = -1
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
-    """Return the loss mask of each trajectory's concatenated sequences, padded with False, also if truncated."""
+    """Return the loss mask of each trajectory's concatenated sequences, padded with False.
+
+    A truncated trajectory keeps its mask.
+    """
     return _padded_masks(
         [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
     )
 
 
 def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajectories tokens"]:
-    """Return the index in time of the turn of each sampled token, and `NO_TURN` for all other tokens.
+    """Return for each sampled token the index of its turn in order of time, and `NO_TURN` for all other tokens.
 
     The sequences of a trajectory are concatenated, as in `loss_masks`.
     """
@@ -44,7 +47,7 @@ def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajecto
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:
-    """Return the loss mask of each sequence, also of truncated trajectories, padded with False."""
+    """Return the loss mask of each sequence, padded with False. Truncated trajectories keep their masks."""
     return _padded_masks([sequence.loss_mask for sequence in sequences_of(trajectories)])
 
 
@@ -53,7 +56,7 @@ def _padded_masks(masks: Sequence[Bool[np.ndarray, " tokens"]]) -> Bool[Tensor, 
 
 
 def token_lags(trajectories: Sequence[Trajectory], weight_version: int) -> Int[Tensor, "sequences tokens"]:
-    """Return the lag of each sampled token as int32, and `NO_LAG` for all other tokens.
+    """Return the lag (optimizer steps since sampling) of each sampled token as int32, else `NO_LAG`.
 
     Args:
         weight_version: Version (number of optimizer steps) of the weights that are trained.
@@ -81,7 +84,8 @@ def training_batch(
 
     Returns:
         A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and `token_writers` if an
-        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, they are stored columns.
+        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, the batch has
+        them in its field `stored`.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]

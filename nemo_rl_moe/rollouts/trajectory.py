@@ -173,18 +173,18 @@ class Trajectory:
 
 
 def sequences_of(trajectories: Sequence[Trajectory]) -> list[TokenSequence]:
-    """Return the sequences of trajectories. They are the rows of the trajectories' batch."""
+    """Return the sequences of all trajectories. Each sequence is a row of the training batch."""
     return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[range]:
-    """Return the rows of each trajectory in their batch."""
+    """Return for each trajectory its rows in the batch, which has one row per sequence."""
     ends = np.cumsum([trajectory.num_sequences for trajectory in trajectories]).tolist()
     return [range(end - trajectory.num_sequences, end) for trajectory, end in zip(trajectories, ends, strict=True)]
 
 
 def trajectory_of_each_sequence(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the index of the trajectory of each row in their batch."""
+    """Return for each sequence (row of the training batch) the index of its trajectory."""
     return [index for index, trajectory in enumerate(trajectories) for _ in trajectory.sequences]
 
 
@@ -245,8 +245,8 @@ def rollout_metrics(
     Over all trajectories, of which unscored ones count as not correct:
 
     - `accuracy`, `truncation_rate`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens)
-    - if a trajectory has several turns: `mean_turns_per_sample`, `truncation_rate_by_turns`, `truncation_rate_by_time`
-      (the rates also if they are above 0)
+    - if a trajectory has several turns: `mean_turns_per_sample`
+    - if a trajectory has several turns, or if above 0: `truncation_rate_by_turns`, `truncation_rate_by_time`
     - if a trajectory has several sequences: `mean_sequences_per_sample`
     - if above 0: `env/num_overlong` (tokens of the environment did not fit), `env/num_retries` (failed attempts)
     - means of the environment's metrics

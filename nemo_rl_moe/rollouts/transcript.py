@@ -47,7 +47,7 @@ class Transcript:
         return self._clock() - self._began_s
 
     def add_messages(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
-        """Add messages. A sequence has their tokens from index `first` on."""
+        """Add messages whose tokens are in `sequence` from index `first` on."""
         self._answers = range(0)
         self._turns += _placed(messages, sequence, (first, len(sequence)))
 
@@ -73,7 +73,7 @@ class Transcript:
         self._add(ENVIRONMENT, text, sequence, tokens)
 
     def answer(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
-        """Replace the messages that answer the last response. A sequence has their tokens from `first` on."""
+        """Replace the messages that answer the last response by `messages`, whose tokens begin at index `first`."""
         start = self._answers.start if self._answers else len(self._turns)
         turns = _placed(messages, sequence, (first, len(sequence)))
         self._turns[start : start + len(self._answers)] = turns
@@ -84,7 +84,7 @@ class Transcript:
         self._turns += _placed(messages, None, (0, 0))
 
     def add_call(self, call: ToolUse, seconds: float) -> None:
-        """Note a call of the last response. The call has just ended, after some seconds."""
+        """Add a tool call of the last response, which began `seconds` ago."""
         if self._last_response is None:
             return
         calls = self._turns[self._last_response].turn.calls
@@ -95,7 +95,7 @@ class Transcript:
         self._tools.append((max(0.0, now_s - seconds), now_s))
 
     def add_result(self, call_id: str, outcome: Outcome) -> None:
-        """Note the outcome of an earlier call. Its result has just arrived."""
+        """Add the outcome of an earlier tool call. Called when the result of the call arrives."""
         place = self._places.get(call_id)
         if place is None:
             return
@@ -176,7 +176,7 @@ def _name(value: object) -> str:
 
 
 def _calls_of(calls: object) -> str:
-    """Return the calls of a message that was not sampled, a line each."""
+    """Return the calls of a message that was not sampled, each on its own line."""
     functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return "".join(f"\n{each.get('name')} {each.get('arguments')}" for each in functions if isinstance(each, dict))
 

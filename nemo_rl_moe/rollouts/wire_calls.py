@@ -42,7 +42,7 @@ class CallMetrics:
     """Names of the metrics that count calls.
 
     Attributes:
-        made: Calls that the program got.
+        made: Calls of the model that the user's program has received.
         wrong: Malformed calls.
         failed: Calls whose results show an error.
         unknown: Calls without a result.
@@ -58,10 +58,10 @@ class CallMetrics:
 
 
 class WireCalls:
-    """The calls of one trajectory, from a response to the message that answers each call.
+    """Record of the tool calls of one trajectory, and of the messages that bring their results.
 
     Args:
-        session: Gets the calls and their metrics.
+        session: Session to which the calls and their metrics are added.
         names: Names of the metrics.
         failures: Texts of results that are known to be errors. The caller may add further ones later.
     """
@@ -72,7 +72,7 @@ class WireCalls:
         session.metrics.update(dict.fromkeys(names, 0.0))
 
     def note(self, calls: Iterable[tuple[str, ToolCall]], num_malformed: int) -> None:
-        """Note the calls in the last response, with their ids."""
+        """Record the calls in the last response, each with its id."""
         for call_id, call in calls:
             self._session.note_call(ToolUse(call_id, call.name, as_arguments(call.arguments), UNKNOWN))
             self._open.add(call_id)
@@ -83,7 +83,7 @@ class WireCalls:
             self._count(self._names.wrong)
 
     def note_results(self, messages: Iterable[Mapping[str, object]]) -> None:
-        """Note results that messages have for calls without a result."""
+        """Record the results of earlier calls, as far as messages of role tool contain them."""
         for message in messages:
             call_id = message.get("tool_call_id")
             if message.get("role") != "tool" or not isinstance(call_id, str) or call_id not in self._open:

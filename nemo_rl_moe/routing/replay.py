@@ -17,30 +17,30 @@ from nemo_rl_moe.shapes import Bool, Float, Int
 ROUTED_EXPERTS = "routed_experts"
 """Column of a batch: experts of each token in each MoE layer, `[batch, sequence, moe_layers, topk]`, int16."""
 UNKNOWN = -1
-"""Fills each row without captured routes."""
+"""Expert id in the rows of tokens whose routes were not captured."""
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
 """(scores, topk, number of groups, groups of each token) -> (values, experts), both `[tokens, topk]`."""
 
 
 class Choice(Protocol):
-    """Object in a router's `router_replay` slot, as Megatron-Core calls it."""
+    """Object in the `router_replay` attribute of a Megatron-Core router, which calls it to choose experts."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: ComputeTopk
     ) -> tuple[Tensor, Tensor]:
-        """Return the values and experts of each token, instead of `default_compute_topk`."""
+        """Return the scores and the ids of each token's experts. Called instead of `default_compute_topk`."""
         ...
 
 
 @runtime_checkable
 class ChoiceWithMargins(Choice, Protocol):
-    """Choice by a rule other than the highest scores. It computes its margins itself."""
+    """Choice by a rule other than the highest scores. It has its own `margins`, which follow this rule."""
 
     def margins(
         self, scores: Float[Tensor, "tokens experts"], topk: int, num_groups: int, group_topk: int
     ) -> Float[Tensor, " tokens"]:
-        """Return the margin of each token, like the function `margins` for the highest scores."""
+        """Return by how much the last chosen expert of each token scores above the best unchosen one, by its rule."""
         ...
 
 
@@ -49,7 +49,7 @@ def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
 
 
 def plane_type(num_experts: int) -> torch.dtype:
-    """Return the dtype of planes: 8 bits if they hold all ids (`UNKNOWN` becomes the highest number), otherwise 16."""
+    """Return the dtype for `in_planes`: 8 bits if these hold all expert ids and `UNKNOWN` (as 255), otherwise 16."""
     return torch.uint8 if num_experts < 256 else torch.int16
 
 
@@ -66,19 +66,22 @@ def all_of(planes: Bool[Tensor, "topk *layers tokens"]) -> Bool[Tensor, "*layers
 def named_too(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "topk *layers tokens"]:
-    """Return 1 for each expert that is also in the other row, otherwise 0."""
+    """Return 1 for each expert in `some` that `others` has for the same token and layer too, otherwise 0."""
     return (some[:, None] == others).view(torch.uint8).amax(1)
 
 
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Return the number of experts that two rows share. Usable rows are the same set if they share all `topk`."""
+    """Return the number of common experts of each token in each layer.
+
+    If no expert occurs twice, the number `topk` means that both sets are equal.
+    """
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
 class LayerRoutes(NamedTuple):
-    """Rows of a capture for one router, ready to be replayed."""
+    """Captured experts of the tokens of one router, ready to be replayed."""
 
     planes: Int[Tensor, "topk tokens"]
     num_usable: Int[Tensor, " tokens"]
@@ -86,7 +89,7 @@ class LayerRoutes(NamedTuple):
 
 
 class ReplayRoutes(NamedTuple):
-    """Rows of a capture, ready to be compared.
+    """Captured experts, ready to be compared. A row has the experts of one token in one layer.
 
     Attributes:
         unknown: Rows that consist of `UNKNOWN`.
@@ -102,7 +105,7 @@ class ReplayRoutes(NamedTuple):
 
     @classmethod
     def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "ReplayRoutes":
-        """Return the routes of one or several layers. Rows without routes are `UNKNOWN`."""
+        """Prepare the routes of one or several layers. Rows in `routes` that were not captured must be `UNKNOWN`."""
         wide = routes.permute(*reversed(range(routes.ndim))).contiguous()
         is_expert = wide.clamp(0, num_experts - 1) == wide
         unknown, in_range = all_of(wide == UNKNOWN), all_of(is_expert)
@@ -121,7 +124,7 @@ class ReplayRoutes(NamedTuple):
 
 
 def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tensor, "tokens topk"]:
-    """Return the experts that a router takes: the captured experts in usable rows, otherwise its choice.
+    """Return the experts that a router takes for each token: the captured ones if usable, otherwise its choice.
 
     If both are the same set, the router's order is kept, so that replaying its own choice changes no bit.
     """
@@ -133,7 +136,7 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
 def or_tied(
     live: Int[Tensor, "tokens topk"], scores: Float[Tensor, "tokens experts"], captured: LayerRoutes
 ) -> Int[Tensor, "tokens topk"]:
-    """Return a router's choice, or the captured row if its scores tie with the choice."""
+    """Return a router's choice for each token, or the captured experts if none scores below the last chosen expert."""
     named = captured.experts.clamp(0, scores.shape[1] - 1)
     last = scores.gather(1, live).amin(1, keepdim=True)
     is_as_good = (scores.gather(1, named) >= last).all(1) & (captured.num_usable > 0)
@@ -149,13 +152,13 @@ class RoutedTokens(NamedTuple):
 
 
 class RouterHook:
-    """Hook in a router's `router_replay` slot. It records the router's choices and replays captured routes.
+    """Hook in a router's `router_replay` attribute. It records the router's choices and replays captured routes.
 
-    It serves every score function, expert bias and groups of experts, because Megatron-Core calls the slot only for the
-    choice of the top experts. A fused router does not use the slot.
+    It works with every score function, expert bias and group of experts, because Megatron-Core calls it only to choose
+    the top experts. A fused router does not call it.
 
     Args:
-        inner: Previous object in the slot. It chooses instead of plain top-k.
+        inner: Previous object in the attribute. It is called for the choice, instead of plain top-k.
         counts_replayed: Whether the replayed experts count as load, instead of the router's choice.
 
     Attributes:
@@ -240,10 +243,10 @@ def margins(
 def group_limited_margins(
     scores: Float[Tensor, "tokens experts"], topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> Float[Tensor, " tokens"]:
-    """Return the margins of a choice from the best groups alone.
+    """Return the margins of a choice that takes experts only from the best groups of experts.
 
-    A margin is the smaller of two: that of the experts within the usable groups, and that of the last usable group over
-    the best other group.
+    A margin is the smaller of two differences of scores: last chosen expert minus best unchosen expert in the chosen
+    groups, and last chosen group minus best other group.
     """
     of_usable, of_groups = limited_to_groups(scores, num_groups, group_topk, best_of_group)
     return torch.minimum(margins(of_usable, topk), of_groups)
@@ -252,7 +255,7 @@ def group_limited_margins(
 def limited_to_groups(
     scores: Float[Tensor, "tokens experts"], num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Float[Tensor, "tokens experts"], Float[Tensor, " tokens"]]:
-    """Return the scores with minus infinity outside the best groups, and the margin of the last usable group.
+    """Return the scores with minus infinity outside the best groups, and the margin of the last of these groups.
 
     The score of a group is the sum of its `best_of_group` highest scores.
     """

@@ -89,7 +89,9 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 def routed_experts(
     layer: RouterLayer, router: nn.Module, outputs: Any
 ) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
-    """Return each token's experts from a router's output, as a map or indices, without slots that only fill capacity.
+    """Return each token's experts from a router's output, as a map or indices. Unused capacity does not count.
+
+    If sequences share tokens (`token_copies`), the result has a row for each copy.
 
     Raises:
         TypeError: The output contains neither a map nor indices.
@@ -107,7 +109,19 @@ def routed_experts(
         assignments = integers[-1] if integers else None
     if assignments is None:
         raise TypeError(f"the router {type(router).__name__} of layer {layer.key} returned no choice of experts")
-    return assignments if assignments.ndim == 2 else assignments.reshape(-1, assignments.shape[-1])
+    if assignments.ndim > 2:
+        assignments = assignments.reshape(-1, assignments.shape[-1])
+    copies = token_copies(router)
+    return assignments if copies is None else assignments[copies]
+
+
+def token_copies(router: nn.Module) -> Int[Tensor, " copies"] | None:
+    """Return the router's token for each token of the sequences, without padding, if sequences share tokens.
+
+    A trainer that computes shared prefixes once sets the attribute `token_copies` of the routers. A shared token then
+    counts once for each of its sequences.
+    """
+    return getattr(router, "token_copies", None)
 
 
 def mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

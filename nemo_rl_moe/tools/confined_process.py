@@ -93,7 +93,7 @@ def _enter_namespaces(libc: ctypes.CDLL, program: str) -> None:
         ("gid_map", f"{_OWN_ID} {group} 1"),
     ):
         Path(f"/proc/self/{name}").write_text(line, "ascii")
-    _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE, "cannot leave the mounts of the machine")
+    _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE, "cannot separate the file systems from those of the machine")
     _hide_files(libc, program)
     # /proc contains the environments of other processes, with the secrets of the run.
     _mount(libc, "tmpfs", "/proc", "tmpfs", _MS_RDONLY, "cannot hide the other processes")
@@ -109,7 +109,7 @@ def _hide_files(libc: ctypes.CDLL, program: str) -> None:
     set_flags = (_NR_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
     _require(libc.syscall(*set_flags), "cannot make files read-only")
     size = f"size={MOST_FOLDER_BYTES},nr_inodes={MOST_FILES},mode=0700"
-    _mount(libc, "tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "cannot make a folder of its own", size)
+    _mount(libc, "tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "cannot make a folder in memory", size)
     path.write_bytes(text)
     own_devices.mkdir()
     _mount(libc, "tmpfs", own_devices, "tmpfs", _MS_NOSUID, "cannot hide devices", "mode=0755")

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 FORMAT_KEY = "env.driver.format"
 _EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, {PREFIX} and the name of a parser of vLLM, or package.module:FORMAT"
-_NO_TEMPLATE = "env.driver: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
+_NO_TEMPLATE = (
+    "env.driver: the tokenizer has no chat template that could show tools; set policy.tokenizer.chat_template"
+)
 _QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
 _CALL_ID = "abcdefghi"  # some templates require ids of nine letters and digits
@@ -90,14 +92,18 @@ def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     try:
         found = format_of(tokenizer, None, NO_INPUTS)
     except ConfigurationError:
-        return f"tool calls: in a format that is not known; {FORMAT_KEY} names one"
+        return f"tool calls: the chat template writes them in an unknown format; set {FORMAT_KEY}"
     return f"tool calls: {next(name for name, known in TOOL_FORMATS.items() if known is found)} ({FORMAT_KEY})"
 
 
 def require_continuable(
     continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
 ) -> None:
-    """Check that results can follow a turn with calls, at least if the conversation is rendered anew."""
+    """Check that the chat template can show results after a turn with calls, at least if all turns are rendered anew.
+
+    Raises:
+        ConfigurationError: The results cannot be shown.
+    """
     written = list(encode(tool_format.example))
     ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]
     problem: NoExtension | None = None

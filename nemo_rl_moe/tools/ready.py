@@ -12,7 +12,7 @@ from nemo_rl_moe.tools.python_interpreter import problem_with_isolation, python
 
 @dataclass(frozen=True)
 class ReadyTool:
-    """A built-in tool. `problem` is a function from the values of its keyword-only parameters to the reason why it
+    """A built-in tool. `problem` maps the values of the tool's keyword-only parameters to the reason why the tool
     cannot run, or to an empty text."""
 
     function: Callable[..., object]

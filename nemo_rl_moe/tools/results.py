@@ -39,7 +39,7 @@ def as_text(value: object) -> str:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_as_words)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"what the tool returned is no text, and JSON cannot write it: {error}") from error
+        raise TypeError(f"the result of the tool is neither a text nor a JSON value: {error}") from error
     return text.encode("utf-8", "replace").decode()  # half of a surrogate pair has no tokens
 
 

@@ -56,8 +56,8 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
     def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         """Call a tool, and return its result or error.
 
-        If the alarm cannot interrupt the tool's code, such as a loop in C, this process is ended, and the driver
-        replaces it.
+        An alarm signal interrupts the tool after `limit_s` seconds. If the signal cannot interrupt the tool's code,
+        such as a loop in C, this process is ended, and the driver replaces it.
         """
         tool = self._tools[name]
         try:
@@ -71,7 +71,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
 
 
 def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -> ToolResult:
-    """Return the result of a call, or its error. Only works in the main thread.
+    """Return the result of a call, or its error. Requires the main thread, as the limit uses an alarm signal.
 
     Args:
         limit_s: Maximum number of seconds of the call. Code that never returns to the interpreter is not interrupted.

@@ -17,7 +17,7 @@ _LONGEST_REASON = 200
 
 
 class ToolWorkers:
-    """Context manager that starts processes for tools. Each process runs one call at a time. Ray must be running.
+    """Context manager that starts processes for tools. Each process runs one call at a time. Requires a running Ray.
 
     If a tool hangs or ends its process, only this call has no result, and the process is replaced.
 

@@ -42,7 +42,7 @@ class Board(Protocol):
         ...
 
     def put_first(self, name: str, text: str) -> bool:
-        """Leave a note unless one of this name exists; return whether it was left."""
+        """Leave a note unless a note of this name exists; return whether this note was left."""
         ...
 
     def remove(self, names: Iterable[str]) -> None: ...
@@ -80,7 +80,7 @@ class FolderBoard:
             write(staging)
             staging.rename(self.folder / name)
         except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"{self.folder} did not take {name}: {error}") from error
+            raise WeightSyncError(f"{self.folder}: cannot write {name}: {error}") from error
 
     def put_first(self, name: str, text: str) -> bool:
         try:
@@ -91,7 +91,7 @@ class FolderBoard:
         except FileExistsError:
             return False
         except OSError as error:
-            raise WeightSyncError(f"{self.folder} did not take {name}: {error}") from error
+            raise WeightSyncError(f"{self.folder}: cannot write {name}: {error}") from error
         return True
 
     def remove(self, names: Iterable[str]) -> None:

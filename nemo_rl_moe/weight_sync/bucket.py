@@ -78,7 +78,7 @@ def tensor_checksum(name: str, tensor: Tensor) -> str:
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Return the sum of the 32-bit words of bytes, word `i` times `2 i + 1`, modulo 2^64: a checksum for devices.
+    """Return a checksum that GPUs can compute: the sum of 32-bit words, word `i` times `2 i + 1`, modulo 2^64.
 
     A change of one word, or a swap of two different words, always changes the sum.
     """

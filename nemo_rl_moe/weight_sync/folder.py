@@ -40,8 +40,8 @@ class TransportSpec:
     """One transfer of weights, pickled to its participants.
 
     Attributes:
-        folder: A new folder that all processes reach. With `store` only its name is used.
-        store: Replaces the folder between machines, if tensors are not sent in files.
+        folder: A new folder that all processes reach. If `store` is given, only the name of the folder is used.
+        store: Key-value store for the notes, in place of the folder. None if all processes reach the folder.
         max_unacknowledged: Maximum number of buckets of a sender that some receiver has not taken yet.
         stall_timeout_s: Seconds without progress after which a process gives up, as a killed peer leaves no trace.
         changed_only: Whether frozen weights are not sent, because all receivers have them from an earlier transfer.
@@ -63,9 +63,9 @@ class TransportSpec:
         return FolderBoard(self.folder) if self.store is None else self.store
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, a bucket at a time. Return the number of bytes when all receivers have them.
+        """Send this rank's tensors, a bucket at a time. Return their number of bytes after all receivers have them.
 
-        Every trainer rank calls it. A WeightSyncError ends the transfer for all.
+        Every trainer rank must call this method. A WeightSyncError ends the transfer for all.
 
         Args:
             tensors: Hugging Face names and full tensors, consumed one at a time. They must not change afterwards.
@@ -76,10 +76,10 @@ class TransportSpec:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader. Return the number of bytes. Every engine worker calls it.
+        """Pass the tensors of all senders to a loader. Return the number of bytes.
 
-        An error of `load` ends the transfer for all, and is raised here unchanged. After any error the weights may be a
-        mixture.
+        Every engine worker must call this method. An error of `load` ends the transfer for all, and is raised here
+        unchanged. After any error the worker may have a mixture of old and new weights.
 
         Args:
             load: Must consume all tensors. They come in any order. A tensor is valid only until the next one: copy it
@@ -90,7 +90,7 @@ class TransportSpec:
             tensors = arrivals.tensors()
             load(tensors)
             if left := sum(1 for _ in tensors):
-                raise WeightSyncError(f"its loader ended before the last {left} tensors")
+                raise WeightSyncError(f"its loader did not take the last {left} tensors")
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
@@ -98,13 +98,16 @@ class TransportSpec:
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Put a bucket at the first free position of the global order, starting at `after`; return the position."""
+        """Append a bucket to the order in which receivers take buckets, at the first free position from `after` on.
+
+        Returns the position.
+        """
         while not self.board.put_first(_order_name(after), name):
             after += 1
         return after
 
     def abort(self, reason: str) -> None:
-        """End the transfer for all participants. The first reason stays."""
+        """End the transfer for all participants. The reason of the first call is kept."""
         with suppress(WeightSyncError):  # the driver has closed it already
             self.board.put_first(_FAILED, reason)
 
@@ -116,10 +119,14 @@ class TransportSpec:
         return names
 
     def meet(self, own: str, number: int, other: str, num_others: int) -> list[int]:
-        """Return the numbers of the peers that this process sends to or receives from: all, or those on its device.
+        """Return the numbers of the peers that this process sends to or receives from.
+
+        Waits for all peers and returns the peers on this process's device if the transport requires one device.
+        Otherwise returns all peers.
 
         Args:
-            own: Kind of this process, `sender` or `receiver`. `other` is the other kind.
+            own: Side of this process, `sender` or `receiver`. `other` is the other side.
+            number: Number of this process on its side.
         """
         if (place := self.backend.place()) is None:
             return list(range(num_others))
@@ -315,8 +322,8 @@ class _Receiver:
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
         """Return, for an error message, what this receiver waits for.
 
-        These are other receivers that have not taken their buckets, and so hold up the senders. If there are none, it
-        waits for tensors of the senders.
+        If other receivers have not taken their buckets, the senders wait for them, and so does this receiver.
+        Otherwise this receiver waits for tensors of the senders.
         """
         sends_to_all = self._transfer.backend.place() is None
         receivers = list(range(self._transfer.num_receivers)) if sends_to_all else [self._receiver]

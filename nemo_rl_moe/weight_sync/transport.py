@@ -37,8 +37,8 @@ class WeightTransport:
 
     Args:
         bucket_bytes: Size of a bucket; None for the default of the transport.
-        address: Address of this machine for processes on other machines. Notes are then in a store; if None, in the
-            folder.
+        address: Address of this machine for processes on other machines. The processes then exchange notes (on sent and
+            taken buckets) through a key-value store. If None, they exchange notes through the folder.
         may_skip_frozen: Whether the previous transfer included the current frozen weights. Receivers that still hold
             them then need only the other weights.
 
@@ -99,7 +99,7 @@ class WeightTransport:
             hold_weights: Whether all receivers hold the weights of the previous transfer, and can keep some of them.
         """
         if self._folder is None or self._transfer is not None:
-            raise RuntimeError("a transport is entered first and opened once")
+            raise RuntimeError("enter the transport as a context manager before opening it, and open it only once")
         backend = self._make_backend(num_receivers, receivers)
         self._transfer = TransportSpec(
             folder=self._folder,
@@ -116,12 +116,12 @@ class WeightTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Make all trainer ranks send. Return the total number of bytes. The receivers must have been started.
+        """Make all trainer ranks send. Return the total number of bytes.
 
-        After a WeightSyncError the trainer's ranks stay usable.
+        Requires that the receivers have been started. After a WeightSyncError the trainer's ranks stay usable.
         """
         if self._transfer is None:
-            raise RuntimeError("a transport is opened before anything is sent")
+            raise RuntimeError("open the transport before sending")
         try:
             self.num_bytes = self._send(self._transfer)
             return self.num_bytes
@@ -130,15 +130,16 @@ class WeightTransport:
             raise
 
     def abort(self, reason: str) -> None:
-        """End the transfer for all participants. The first reason stays. Any thread may call it."""
+        """End the transfer for all participants. Any thread may call this. The reason of the first call is kept."""
         if self._transfer is not None:
             self._transfer.abort(reason)
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Return the folder for a transfer on one machine: shared memory if it holds twice the buckets in flight.
+    """Return the folder for a transfer on one machine.
 
-    Otherwise it is the temporary folder: containers have only 64 MiB of shared memory by default.
+    It is in shared memory if this has room for twice the buckets in flight. Otherwise it is the temporary folder, since
+    containers have only 64 MiB of shared memory by default.
     """
     needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
     has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed

@@ -46,7 +46,10 @@ class TransportBackend(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether it takes tensors on the trainer's device, where every rank has all tensors, instead of the host."""
+        """Whether tensors are sent from the trainer's device instead of host memory.
+
+        If so, every trainer rank has all tensors on its device.
+        """
         ...
 
     @property
@@ -61,7 +64,7 @@ class TransportBackend(Protocol):
         ...
 
     def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
-        """Send the buffer of `publish`, after receivers may have seen the announcement."""
+        """Send the buffer that `publish` returned. Called after the announcement is visible to receivers."""
         ...
 
     def opened(
@@ -117,12 +120,13 @@ _groups: dict[tuple[str, int], _Connections] = {}
 class CollectiveTransport:
     """Broadcasts from each sender to all receivers, in one process group per sender.
 
-    Receivers take the buckets in the global order in which they became ready. Senders wait for each other in the
-    trainer's collectives while they gather tensors, so two receivers in broadcasts of different senders would deadlock.
+    Receivers take the buckets in the global order in which they became ready. In another order, two
+    receivers could wait in broadcasts of different senders. This would be a deadlock, because senders wait for each
+    other in the trainer's collectives while they gather tensors.
 
     Attributes:
-        group: Name of the connections. It must be new for other processes or after a failed transfer.
-        address: Address of gloo's network interface, such as loopback on one machine; None: that of the host's name.
+        group: Name of the connections. Other processes, or a failed transfer, require a new name.
+        address: Address of gloo's network interface, such as loopback on one machine; None: the host name's address.
     """
 
     backend: Literal["nccl", "gloo"]
@@ -183,7 +187,7 @@ class CollectiveTransport:
         return _Connections(self._group(store, rank), store)
 
     def _meeting_place(self, board: Board, name: str, *, serves: bool) -> TCPStore:
-        """Return a store, served by the sender, that lives as long as the connections. The board ends earlier."""
+        """Return a store by which the group's processes find each other. It outlives the board of the transfer."""
         if serves:
             address = self.address or board.own_address()
             store = serve_store(address, 1 + self.num_receivers)

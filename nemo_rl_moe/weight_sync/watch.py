@@ -64,7 +64,7 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
 
 
 def _lost_behind_a_failure(receivers: Receivers) -> str | None:
-    """Return the receiver whose loss made a transfer fail, waiting some seconds for it."""
+    """Return the lost receiver that made a transfer fail, or None. Wait some seconds until a loss can be detected."""
     deadline = time.monotonic() + 2 * CAUSE_WAIT_S
     while True:
         if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from tests.functional import shared_ray
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 # TRL is on the path in `make test-trl` alone.
 collect_ignore = [] if find_spec("trl") else ["test_trainer_hooks.py"]

@@ -24,7 +24,7 @@ from tests.functional.drill_faults import Drill
 from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, Notes, last_step, victims_of
 from tests.functional.drill_records import Logs, Reference
 from tests.functional.drill_runs import Kind
-from tests.support.ray_nodes import RayNodes
+from tests.functional.ray_nodes import RayNodes
 
 END_LIMIT_S = 200.0
 PATIENT_END_LIMIT_S = 400.0

@@ -15,7 +15,7 @@ from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
 from tests.functional.drill_records import Logs, Reference
 from tests.functional.drill_runs import VAL_PERIOD, Kind
-from tests.support import drill_calls, drill_reward
+from tests.support import agents_of_tests, rewards_of_tests
 
 COMPLETION_LIMIT_S = 900.0
 START_LIMIT_S = 400.0
@@ -53,7 +53,7 @@ class Notes:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that tell them."""
-        return {drill_reward.NOTES: str(self.scoring), drill_calls.NOTES: str(self.calling)}
+        return {rewards_of_tests.NOTES: str(self.scoring), agents_of_tests.NOTES: str(self.calling)}
 
     def is_calling(self, processes: Sequence[psutil.Process]) -> bool:
         """Return whether one of them runs a tool, or an agent that does something between two requests."""

@@ -136,7 +136,7 @@ def _grpo(folder: Path, inputs: Path, num_steps: int, exemplar: Path = grpo_runs
         "loss_fn__force_on_policy_ratio": "never",
         "loss_fn__reference_policy_kl_penalty": 0.1,
         "env__reward__kind": "callable",
-        "env__reward__function": "tests.support.drill_reward:grade",
+        "env__reward__function": "tests.support.rewards_of_tests:grade",
         "env__score_truncated": True,
         "cluster__cpu_workers_per_node": 1,
     }
@@ -178,8 +178,8 @@ def _grpo_calling(folder: Path, inputs: Path, num_steps: int, **env: Any) -> lis
 def _grpo_tools(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     tools: dict[str, Any] = {
         "env__driver__kind": "tools",
-        "env__driver__tools": ["tests.support.drill_calls:turn_around"],
-        "env__driver__format": "tests.support.drill_calls:ANY_TEXT",
+        "env__driver__tools": ["tests.support.agents_of_tests:turn_around"],
+        "env__driver__format": "tests.support.agents_of_tests:ANY_TEXT",
         "env__driver__limits__num_workers": 2,
     }
     return _grpo_calling(folder, inputs, num_steps, **tools)
@@ -190,7 +190,7 @@ def _grpo_agent(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     agent: dict[str, Any] = {
         "policy__generation__backend": "megatron_separate",
         "env__driver__kind": "agent",
-        "env__driver__program": "tests.support.drill_calls:asks_twice",
+        "env__driver__program": "tests.support.agents_of_tests:asks_about_its_answer",
         "env__driver__limits__num_workers": 2,
     }
     return [*_grpo_calling(folder, inputs, num_steps, **agent), f"+cluster.roles.{GENERATION_ROLE}={{}}"]

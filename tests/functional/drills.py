@@ -30,7 +30,7 @@ from tests.functional.drill_faults import plan
 from tests.functional.drill_moments import COMPLETION_LIMIT_S
 from tests.functional.drill_records import Logs, Reference
 from tests.functional.drill_runs import KINDS, Kind, make_inputs
-from tests.support.ray_nodes import RayNodes
+from tests.functional.ray_nodes import RayNodes
 
 STEPS_A_DRILL = 3
 LAST_STEPS = 12

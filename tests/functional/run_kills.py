@@ -16,7 +16,7 @@ import psutil
 from nemo_rl_moe.distributed.run_process import WATCHER_NAME
 from nemo_rl_moe.rollouts.agents import worker as agent_worker
 from tests.functional import sft_runs
-from tests.support.deadly_reward import ENGINE_TITLE
+from tests.support.rewards_of_tests import ENGINE_TITLE
 
 WORKER_TITLE = "ray::WorkerProcess"
 DRIVER_OPTION = "--run-id"

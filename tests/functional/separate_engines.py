@@ -20,7 +20,7 @@ from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.separate_engine import SeparateEngine, start_copies
 from tests.functional import grpo_runs
-from tests.support.all_requests import generate_all
+from tests.support.scripted_rollouts import generate_all
 
 ROUNDING = 5e-6
 """Nats: batches of other sizes, and ranks with other layouts, add up in another order."""

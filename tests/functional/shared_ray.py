@@ -22,7 +22,7 @@ from ray.util import placement_group_table
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.local_ray import object_store_bytes, preserved_handlers
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.forked_workers import WorkerServer
+from tests.functional.forked_workers import WorkerServer
 
 NUM_CPUS = 4
 """Places of workers, the most that one of the runs takes."""

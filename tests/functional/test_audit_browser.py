@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe import cli
 from nemo_rl_moe.routing.audit.auditor import audit_step
 from nemo_rl_moe.routing.audit.sources import open_source
-from tests.support.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page, running_browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

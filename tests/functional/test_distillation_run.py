@@ -13,7 +13,7 @@ import pytest
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs, shared_ray
 from tests.functional.test_resume import weights_of
-from tests.support.moe_teachers import make_moe_teacher
+from tests.support.golden_runs import make_moe_teacher
 
 pytestmark = pytest.mark.shared_ray
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.functional import dpo_runs, sft_runs
-from tests.support.logged_metrics import MetricHistory, read_jsonl
+from tests.support.loggers import MetricHistory, read_jsonl
 
 pytestmark = pytest.mark.shared_ray
 

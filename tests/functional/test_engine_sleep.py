@@ -32,7 +32,6 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.trajectory import Trajectory, sequences_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.clusters import cluster_config
 from tests.support.grpo_fakes import (
     PAD_TOKEN,
     SAMPLING,
@@ -44,7 +43,8 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
+from tests.support.grpo_inputs import cluster_config
+from tests.support.loggers import DiaryOfCheckpoints, make_recorder
 from tests.support.vllm_engines import FREE, SentWeights, generated, requests
 
 STAND_IN = REPOSITORY_ROOT / "tests/support/vllm_stand_in"
@@ -240,7 +240,7 @@ def test_an_engine_that_sleeps_is_not_asked(place: tuple[RayCluster, Path]) -> N
         engine: Any = engines.engine
         refit(engine, engines.policy)
         engine.sleep()
-        asleep = r"^vLLM engine 0 cannot generate: asleep are {}; call wake\(\) before, and after sleep\(\) send new"
+        asleep = r"^vLLM engine 0 cannot generate: still asleep: {}; call wake\(\) before requests, and send new"
         # Weights come by themselves, the cache does not.
         with pytest.raises(GenerationError, match=asleep.format("kv_cache, scheduler")):
             generated(engine, requests(1))

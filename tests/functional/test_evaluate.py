@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.functional import grpo_runs, sft_runs, shared_ray
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 
 pytestmark = pytest.mark.shared_ray
 
@@ -153,6 +153,6 @@ def test_a_prompt_that_leaves_no_room_is_reported_before_a_worker_starts(trained
     assert (done.returncode, done.stdout) == (2, "")
     assert "starting" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "error: --prompts: 1 of the prompts are longer than 256 tokens: a sequence has 512 tokens, less"
-        " policy.generation.max_new_tokens 256"
+        "error: --prompts: 1 of the prompts are longer than 256 tokens: a sequence has 512 tokens, of"
+        " which 256 are for the response (policy.generation.max_new_tokens)"
     )

@@ -15,7 +15,7 @@ import pytest
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from tests.functional import grpo_runs, sft_runs
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 from tests.support.tiny_model import layout
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.slow]

@@ -12,7 +12,7 @@ import yaml
 
 from nemo_rl_moe.config.loading import load_config
 from tests.functional import sft_runs
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.full]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional import sft_runs
-from tests.support.logged_metrics import MetricHistory, read_jsonl
+from tests.support.loggers import MetricHistory, read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

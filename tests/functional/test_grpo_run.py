@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, read_routing
 from tests.functional import grpo_runs, sft_runs
-from tests.support.logged_metrics import MetricHistory, read_jsonl, read_tensorboard, read_wandb_offline
+from tests.support.loggers import MetricHistory, read_jsonl, read_tensorboard, read_wandb_offline
 
 pytestmark = pytest.mark.shared_ray
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from tests.functional import grpo_runs, sft_runs, shared_ray
-from tests.support.logged_metrics import MetricHistory, read_jsonl
+from tests.support.loggers import MetricHistory, read_jsonl
 
 pytestmark = pytest.mark.shared_ray
 

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import WorkerDiedError
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 PIECE = 50 << 20
 ENDED = "was ended by Ray's memory monitor"

@@ -19,7 +19,7 @@ from nemo_rl_moe.launch.setup import fetch_on_machines
 from nemo_rl_moe.models.hf_files import HubModel, ModelSource
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from tests.functional import sft_runs
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 pytestmark = pytest.mark.shared_ray
 

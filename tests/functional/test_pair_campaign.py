@@ -15,7 +15,7 @@ from tests.functional.pairs.cases import Case
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_every_case_has_a_result(jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "PROGRAM", "tests.support.pretended_cases")
+    monkeypatch.setattr(pairs, "PROGRAM", "tests.support.small_programs")
     monkeypatch.setattr(pairs, "END_LIMIT_S", 0.5)
     names = ["first", "fails", "second", "exits", "third", "leaves", "last"]
     monkeypatch.setattr(pairs, "CASES_A_PROCESS", 3)
@@ -44,7 +44,7 @@ def _command(process_id: int) -> bytes:
 
 
 def test_a_case_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "PROGRAM", "tests.support.pretended_cases")
+    monkeypatch.setattr(pairs, "PROGRAM", "tests.support.small_programs")
     monkeypatch.setattr(pairs, "CASE_LIMIT_S", 0.5)
     pairs.Campaign(Namespace(jobs=1, output=tmp_path, seed=0), [Case("hangs", {})]).run()
     (result,) = pairs.read_results(tmp_path / pairs.RESULTS).values()

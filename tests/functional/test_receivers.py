@@ -4,20 +4,50 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 from nemo_rl_moe.errors import ReceiverLostError
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
-from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec, WeightTransport
 from nemo_rl_moe.weight_sync.transport_backends import FileTransport, TransportBackend, make_backend
 from nemo_rl_moe.weight_sync.watch import watched
-from tests.support.receiving_copy import TENSORS, Copy
+
+TENSORS = [(f"weight {index}", torch.full((500,), float(index))) for index in range(20)]
+
+
+class Copy:  # pragma: no cover  (runs in another process)
+    """A copy of the weights, which a signal may strike when it has half of them."""
+
+    def __init__(self, number: int, faulty_by: signal.Signals | None):
+        self._number, self._faulty_by = number, faulty_by
+        self._found: dict[str, float] = {}
+
+    def receive(self, spec: TransportSpec) -> str | None:
+        try:
+            spec.receive(self._number, self._load)
+        except Exception as error:
+            return str(error)
+        return None
+
+    def _load(self, tensors: Iterator[NamedTensor]) -> None:
+        for name, tensor in tensors:
+            self._found[name] = float(tensor.mean())
+            if len(self._found) == len(TENSORS) // 2 and self._faulty_by is not None:
+                os.kill(os.getpid(), self._faulty_by)
+
+    def found(self) -> dict[str, float]:
+        return self._found
+
+    def is_there(self) -> bool:
+        return True
+
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.timeout(200)]
 

@@ -27,9 +27,9 @@ from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_batches
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from tests.functional import grpo_runs, sft_runs
-from tests.support.all_requests import generate_all
-from tests.support.clusters import cluster_config
-from tests.support.logged_metrics import read_jsonl
+from tests.support.grpo_inputs import cluster_config
+from tests.support.loggers import read_jsonl
+from tests.support.scripted_rollouts import generate_all
 from tests.support.tiny_model import tiny_batch
 from tests.support.transformers_engine import TransformersEngine
 

@@ -24,10 +24,9 @@ from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.runs.folder.routing import read_routing
 from tests.functional import sft_runs
-from tests.support.browser import OpenPage, open_page, running_browser
-from tests.support.logged_metrics import read_jsonl
-from tests.support.made_captures import routing_report
-from tests.support.made_runs import make_run
+from tests.functional.browser import OpenPage, open_page, running_browser
+from tests.support.loggers import read_jsonl
+from tests.support.made_runs import make_run, routing_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

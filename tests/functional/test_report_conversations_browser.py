@@ -14,7 +14,7 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from tests.support.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page, running_browser
 from tests.support.grpo_fakes import trajectory
 from tests.support.made_runs import make_run
 

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe import cli
 from nemo_rl_moe.routing.metrics.modalities import modality_separation, specialization
 from nemo_rl_moe.runs.folder.thumbnails import thumbnail_of
-from tests.support.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page, running_browser
 from tests.support.made_runs import TOPK, make_run, random_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

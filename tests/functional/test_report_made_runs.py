@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe import cli
-from tests.support.browser import open_page, running_browser
+from tests.functional.browser import open_page, running_browser
 from tests.support.made_runs import make_run, random_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

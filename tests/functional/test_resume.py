@@ -19,7 +19,7 @@ from safetensors import safe_open
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import dpo_runs, grpo_runs, sft_runs, shared_ray
-from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
+from tests.support.loggers import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 
 pytestmark = pytest.mark.shared_ray
 

@@ -20,8 +20,7 @@ from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
-from tests.support.clusters import cluster_config
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import cluster_config, environment_section
 
 TIMEOUT_S = 1.5
 
@@ -41,7 +40,7 @@ def reward_function() -> Iterator[RewardWorkers]:
 
 
 KEYS = {
-    "callable": {"function": "tests.support.broken_rewards:score"},
+    "callable": {"function": "tests.support.rewards_of_tests:score"},
     "reasoning_gym": {"task": "basic_arithmetic"},
 }
 
@@ -217,7 +216,7 @@ def test_one_number_of_a_verifier_is_right_within_a_rollout_that_gives_several()
 
 def test_an_environment_that_cannot_be_made():
     with pytest.raises(WorkerDiedError) as error:
-        workers_of(num_workers=2, function="tests.support.broken_rewards:scor")
+        workers_of(num_workers=2, function="tests.support.rewards_of_tests:scor")
     assert "reward worker" in str(error.value)
     assert "raised ConfigurationError while starting:" in str(error.value)
     assert "has no scor; did you mean score?" in str(error.value)

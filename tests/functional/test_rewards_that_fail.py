@@ -133,7 +133,7 @@ def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights
     done = run_with("misspelt", tmp_path, data, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" scored no response of a step or validation: 16 of 16 failed") == 1
-    assert "a step of which nothing is scored changes no weights" in done.stdout
+    assert "a step without a scored response changes no weights" in done.stdout
     run = read_run(sft_runs.only_run_folder(tmp_path))
     assert run.metrics["train/env/num_groups_left_out"].values.tolist() == [4.0, 4.0]
     assert "train/reward" not in run.metrics

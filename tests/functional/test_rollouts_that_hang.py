@@ -59,7 +59,7 @@ def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Pat
     metrics = sft_runs.only_run_folder(faulty) / METRICS_FILE_NAME
     last = read_metrics(metrics)[-1].step
     assert 2 <= last < NUM_STEPS
-    assert "warning: SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for " in printed
+    assert "warning: SIGTERM: rollouts are given up, as no trajectory has made progress for 10 s; waited for" in printed
     assert (
         f"stopped after step {last} of {NUM_STEPS} (SIGTERM); saved to {faulty / f'checkpoints/step_{last}'}" in printed
     )
@@ -95,7 +95,7 @@ def test_an_asynchronous_run_ends_after_the_same_limit_and_goes_on(how: str, tmp
     (tmp_path / grpo_runs.HANG_FILE).unlink()
     assert "Traceback" not in printed + errors
     assert code == 0, errors
-    assert "SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for " in printed
+    assert "SIGTERM: rollouts are given up, as no trajectory has made progress for 10 s; waited for " in printed
     run_folder = sft_runs.only_run_folder(tmp_path)
     assert 2 <= read_metrics(run_folder / METRICS_FILE_NAME)[-1].step < NUM_STEPS
     run_to_the_end(tmp_path, words)

@@ -20,7 +20,7 @@ from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.node_tools import ray_folder
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import run_kills, sft_runs
-from tests.support.saving_run import Run as SavedRun
+from tests.support.saving_runs import Run as SavedRun
 
 START_LIMIT_S = 400.0
 END_LIMIT_S = 200.0

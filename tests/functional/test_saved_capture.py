@@ -20,7 +20,7 @@ from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.models.policy.start_rank import start_rank
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, read_description, read_step, steps_of
 from tests.functional import grpo_runs, sft_runs
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.shared_ray, pytest.mark.timeout(900)]
 

@@ -19,7 +19,7 @@ from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.separate_engine import SeparateEngine
 from tests.functional import grpo_runs, sft_runs
 from tests.functional.separate_engines import ROUNDING, SAMPLED, configuration, requests, sequences, started
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 from tests.support.tiny_model import tiny_batch
 
 pytestmark = pytest.mark.shared_ray

@@ -21,7 +21,7 @@ from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.loggers.expert_load_plots import HEATMAP_KEY, HeatmapGeometry, cell_colors
 from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
 from tests.functional import sft_runs
-from tests.support.logged_metrics import (
+from tests.support.loggers import (
     MetricHistory,
     read_jsonl,
     read_mlflow,

@@ -18,8 +18,8 @@ from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from tests.functional import sft_runs
 from tests.functional.test_distillation_run import EXEMPLAR, TP2
-from tests.support.clusters import cluster_config
-from tests.support.moe_teachers import make_moe_teacher
+from tests.support.golden_runs import make_moe_teacher
+from tests.support.grpo_inputs import cluster_config
 from tests.support.tiny_model import tiny_batch
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.full]

@@ -18,7 +18,7 @@ from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.tools.results import ToolResult
 from nemo_rl_moe.tools.worker_pool import ToolWorkers
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 NAMES = ("add", "look_up", "say", "fail", "sleep", "block", "die", "fill", "variable", "started_with", "start_child")
 REFERENCES = [f"tests.support.tool_functions:{name}" for name in NAMES]

@@ -23,7 +23,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 from nemo_rl_moe.routing.hooks.trainer import RoutingCallback
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 pytestmark = pytest.mark.trl
 LAYERS, TOPK = 3, 2

@@ -20,7 +20,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from tests.support.all_requests import generate_all
+from tests.support.scripted_rollouts import generate_all
 from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
 
 pytestmark = [

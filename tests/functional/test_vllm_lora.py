@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.functional import grpo_runs, run_kills, sft_runs
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 
 pytestmark = [
     pytest.mark.vllm,

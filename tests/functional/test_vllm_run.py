@@ -15,7 +15,7 @@ from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
-from tests.support.deadly_reward import MARK
+from tests.support.rewards_of_tests import MARK
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,7 +37,7 @@ def command(folder: Path, data: Path, *more: str) -> list[str]:
         checkpointing__checkpoint_dir=folder / "checkpoints",
         checkpointing__save_period=1,
         env__reward__kind="callable",
-        env__reward__function="tests.support.deadly_reward:share_of_digits",
+        env__reward__function="tests.support.rewards_of_tests:share_of_digits",
         **sft_runs.only_jsonl(),
     )
     return grpo_runs.command([*overrides, *more], grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml"))

@@ -9,9 +9,9 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.call_templates import CALL_TEMPLATES
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.support.conversations import ALL
+from tests.support.published_templates import CALL_TEMPLATES
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm.tool_parsers", reason="make vllm installs it")

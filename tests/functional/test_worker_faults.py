@@ -25,7 +25,7 @@ import ray
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, WorkerDiedError
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 NUM_WORKERS = 2
 START_TIMEOUT_S = 600.0

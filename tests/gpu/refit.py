@@ -15,7 +15,7 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport, folder_of_one_mac
 from nemo_rl_moe.weight_sync.transport_backends import IpcTransport, TransportBackend, make_backend
 from tests.gpu.models import Failed, Numbers, run_config, slice_config, timed, weights_from_the_device
 from tests.gpu.process import job_of_one
-from tests.support.host_memory import HostMemory, forget_kept
+from tests.support.gpu_stand_ins import HostMemory, forget_kept
 
 _LAYERS = 10
 """Of Qwen3-30B-A3B: 13.7 GB, as much as two of its ranks send."""

@@ -1,9 +1,59 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates without `{% generation %}` tags, each with the structure of a published family's.
+"""Chat templates without `{% generation %}` tags, each with the structure of a published family's, and their tokenizer.
 
 Their special tokens are `<|start|>`, `<|end|>` and `<s>`, which the byte-level tokenizer of the tests has.
 """
+
+from collections.abc import Mapping, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import ByteLevel as ByteLevelProcessor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
+from nemo_rl_moe.data.records import BadLine, Example
+from nemo_rl_moe.errors import DataError
+
+SPECIAL = ("<|start|>", "<|end|>", "<s>")
+
+
+def make_byte_tokenizer(
+    template: str | Mapping[str, str] | None = None,
+    merges: Sequence[tuple[str, str]] = (),
+    trim_offsets: bool = False,
+    more_special: Sequence[str] = (),
+    **special: str | None,
+) -> PreTrainedTokenizerBase:
+    """Return one token a byte, then the merges, then `<|start|>`, `<|end|>` (the end token) and `<s>`.
+
+    Args:
+        template: The chat template.
+        merges: Pairs of pieces that make one token.
+        trim_offsets: Blanks at the borders of a token do not count as its characters.
+        more_special: Texts that are one token too.
+        special: Further arguments of transformers, such as `eos_token`.
+    """
+    pieces = [*sorted(ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, list(merges)))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.post_processor = ByteLevelProcessor(trim_offsets=trim_offsets)
+    tokenizer.add_special_tokens([*SPECIAL, *more_special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, **{"eos_token": "<|end|>", **special}
+    )
+
+
+def tokenize_example(example: Example, tokenizer, max_length: int) -> TokenizedExample:
+    (result,) = batch_tokenizer(tokenizer, max_length)([example])
+    if isinstance(result, BadLine):
+        raise DataError(str(result))
+    return result
+
 
 # As Qwen3's: thinking is kept behind the last question only, the last turn always opens a think block, tools stand in a
 # system turn, their results in a user turn, and `enable_thinking` closes the block in the generation prompt.

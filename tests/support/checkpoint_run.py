@@ -11,9 +11,8 @@ from typing import Any
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from tests.support.spoiled_loss import SpoiledLoss
 from tests.support.tiny_model import parallel_job
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.training_run import RunSettings, SpoiledLoss, build_trainer, shard_of_step
 
 Steps = list[dict[str, Any]]
 
@@ -21,7 +20,7 @@ Steps = list[dict[str, Any]]
 def train_and_save(settings: RunSettings, folder: str, save_after: int, num_steps: int) -> Steps:
     """Train, and saves into the folder on the way; while that is written, training goes on."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         steps = []
         for step in range(num_steps):
             if step == save_after:
@@ -37,7 +36,7 @@ def load_and_train(
 ) -> Steps:
     """Go on from the folder. Begins with other weights and random numbers, which must leave no trace."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         _train(trainer, settings, 99)
         trainer.load_checkpoint(Path(folder), with_optimizer=with_optimizer)
         return [_train(trainer, settings, step) for step in range(first_step, num_steps)]
@@ -46,7 +45,7 @@ def load_and_train(
 def spoil_save_and_train(settings: RunSettings, folder: str, num_steps: int) -> Steps:
     """Save when the first update was left out, before any was done, and goes on."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.train([shard_of_step(trainer, settings, 0)], SpoiledLoss("both"))
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
         assert trainer.finish_checkpoint() is None
@@ -63,7 +62,7 @@ def load_with_a_further_generator(settings: RunSettings, folder: str) -> bool:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         tracker = get_cuda_rng_tracker()
         tracker.set_states(tracker.get_states() | {"of another device": torch.get_rng_state()})
         torch.manual_seed(1234)
@@ -79,7 +78,7 @@ def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[f
         The counts by parameter, how many tensors hold them, and the trainer's own count.
     """
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         _train(trainer, settings, 0)
         states = [state for part in optimizer_parts(trainer.optimizer) for state in part.optimizer.state.values()]
@@ -90,7 +89,7 @@ def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[f
 def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -> str | None:
     """Return one step, then a checkpoint; returns the problem."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         _train(trainer, settings, 0)
         trainer.start_checkpoint(Path(folder), with_optimizer=with_optimizer)
         return trainer.finish_checkpoint()
@@ -99,7 +98,7 @@ def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -
 def save_and_export(settings: RunSettings, folder: str, exported: str) -> None:
     """Train two steps, then write a checkpoint and Hugging Face's files of the same weights."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         for step in range(2):
             _train(trainer, settings, step)
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
@@ -110,7 +109,7 @@ def save_and_export(settings: RunSettings, folder: str, exported: str) -> None:
 def load_and_export(settings: RunSettings, folder: str, exported: str) -> None:
     """Load a checkpoint over other weights, and write Hugging Face's files."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         _train(trainer, settings, 99)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         trainer.save_weights(Path(exported), {})
@@ -129,7 +128,7 @@ def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_lim
     """
     problems = []
     with parallel_job(settings.policy) as rank:
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         is_last = rank == len(folders[0]) - 1
         for number, choice in enumerate(folders):
             if file_limit is not None and is_last:
@@ -145,7 +144,7 @@ def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_lim
 def save_with_an_index_that_cannot_be_written(settings: RunSettings, folder: str) -> str | None:
     """Save with something in the first rank's index that no pickle takes; returns the problem."""
     with parallel_job(settings.policy) as rank:
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
         if rank == 0:
             trainer._write._plan.planner_data = lambda: None
@@ -165,7 +164,7 @@ def problems_of_loading(settings: RunSettings, folders: list[str], variable: str
         os.environ[variable] = "1"
     problems = []
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         for folder in folders:
             try:
                 trainer.load_checkpoint(Path(folder), with_optimizer=True)
@@ -190,7 +189,7 @@ def train_from_weights(settings: RunSettings, folder: str, damaged: str | None) 
 
     problems: list[str] = []
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         if damaged is not None:
             try:
                 trainer.load_checkpoint(Path(damaged), with_optimizer=True)
@@ -207,7 +206,7 @@ def load_weights_alone(settings: RunSettings, folders: list[str]) -> list[str]:
 
     outcomes = []
     with parallel_job(settings.policy):
-        chunks = build_trainer(settings).chunks
+        chunks = build_trainer(settings.policy, settings.model).chunks
         for folder in folders:
             try:
                 load_model(chunks, Path(folder))

@@ -22,6 +22,7 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_piece
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from nemo_rl_moe.token_writers import TOKEN_WRITERS
+from tests.support.gloo_ranks import run_ranks_with_engine
 from tests.support.tiny_model import (
     MICROBATCHES,
     logprobs_by_sequence,
@@ -33,7 +34,6 @@ from tests.support.tiny_model import (
     tiny_hf_config,
 )
 from tests.support.training_run import RankRun, full_weights
-from tests.support.with_transformer_engine import run_ranks_with_engine
 
 NUM_STEPS = 2
 
@@ -165,7 +165,6 @@ def _train(trainer: MegatronTrainer, shards: Sequence[Any]) -> tuple[RankRun, li
 
 
 def exported(policy: Any, folder: str) -> Mapping[str, np.ndarray] | None:
-    """Return the tensors of a Hugging Face folder that all ranks write together, on the first."""
     with parallel_job(policy) as rank:
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
         trainer.save_weights(Path(folder), {})
@@ -188,7 +187,6 @@ MEASURED = {
 def shared_run(
     world_size: int, context: int = 1, lengths: Any = None, capture: bool = True, **changes: Any
 ) -> list[Observed]:
-    """Run `world_size` ranks, of which `context` share each sequence."""
     chosen = {**(CAPTURE if capture else {}), **MEASURED, **changes}
     policy = sharing_sequences(tiny_grpo_policy(world_size, **chosen), context)
     ranks: list[Observed] = run_ranks_with_engine(observe, world_size, policy, lengths or {}, capture)
@@ -197,7 +195,6 @@ def shared_run(
 
 @cache
 def one_rank() -> Observed:
-    """Run that the others are compared with; made once."""
     return shared_run(1)[0]
 
 

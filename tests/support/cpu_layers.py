@@ -113,7 +113,6 @@ def make_config(**changes: Any) -> TransformerConfig:
 
 
 def build(config: TransformerConfig, *, fast: bool, vp_stage: int | None = None, **model_fields: Any) -> GPTModel:
-    """A model (or one stage of it) with weights that depend on their names alone."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     if fast or config.sequence_parallel:
         block = block_spec(config, block, fast=fast)
@@ -155,7 +154,6 @@ def _named_values(model: GPTModel, name: str, shape: torch.Size) -> Tensor:
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
-    """Gradients by the stock parameter names: one tensor an expert."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -169,7 +167,6 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
 
 
 def token_batch(batch: int = BATCH, sequence: int = SEQUENCE) -> dict[str, Tensor]:
-    """Return the inputs of a model's forward pass in training, without a mask."""
     tokens = torch.randint(0, VOCABULARY, (batch, sequence + 1), generator=torch.Generator().manual_seed(3))
     return {
         "input_ids": tokens[:, :-1].contiguous(),

@@ -136,12 +136,10 @@ class FamilyModel:
 
     @property
     def router_fields(self) -> Mapping[str, str | None]:
-        """Router settings that the family decides."""
         return FAMILIES[self.model_type].router_fields
 
     @property
     def num_layers(self) -> int:
-        """Transformer layers."""
         return int({**_SIZES, **self.fields}["num_hidden_layers"])
 
     @property
@@ -151,11 +149,9 @@ class FamilyModel:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts."""
         return "num_experts_per_tok" in self.fields
 
     def hf_config(self) -> Any:
-        """Return the configuration as this project has it."""
         config = self.transformers_config()
         if config.model_type != self.model_type:
             config.model_type = self.model_type
@@ -169,7 +165,6 @@ class FamilyModel:
         return AutoConfig.for_model(known_type, **{**_SIZES, **self.fields})
 
     def config_json(self) -> dict[str, Any]:
-        """Return the content of `config.json`."""
         return {**self.transformers_config().to_dict(), "model_type": self.model_type}
 
 

@@ -6,8 +6,8 @@ Starting processes and importing takes longer than the models: a job goes throug
 """
 
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,70 @@ import torch.distributed as dist
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
-from tests.support.family_layouts import LAYOUTS
-from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import files_beside, outputs_of_trainer, trainer_of
+from tests.support.family_models import FAMILY_MODELS, FamilyModel
 from tests.support.family_reference import (
     NUM_NEW_TOKENS,
     PROMPTS,
     ModelOutputs,
     Response,
+    files_beside,
     greedy_responses,
+    outputs_of_trainer,
     read_model,
     reference_outputs,
+    trainer_of,
     write_reference,
 )
-from tests.support.gloo_ranks import RankError, run_ranks
-from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch
-from tests.support.with_transformer_engine import run_ranks_with_engine
+from tests.support.gloo_ranks import RankError, run_ranks, run_ranks_with_engine
+from tests.support.tiny_model import (
+    forget_recorded_losses,
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_policy,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks, and with which modules.
+
+    Attributes:
+        world_size: Number of ranks.
+        sizes: As `tests.support.tiny_model.layout` has them.
+        layer_spec: This project's modules, or Megatron-Core's own.
+    """
+
+    world_size: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    layer_spec: str = "auto"
+
+    def holds(self, model: FamilyModel) -> bool:
+        """Return whether the model can be spread like this."""
+        chunks = self.sizes.get("pp", 1) * self.sizes.get("vpp", 1)
+        cuts_experts = self.sizes.get("etp", 1) > 1
+        return model.num_layers % chunks == 0 and (not cuts_experts or model.experts_can_be_cut)
+
+    def policy(self, *, has_experts: bool) -> PolicyConfig:
+        """Return the configuration; ranks that would share experts share the batch where there are none."""
+        sizes = {name: size for name, size in self.sizes.items() if has_experts or name != "ep"}
+        return tiny_policy(self.world_size, layer_spec=self.layer_spec, **layout(**sizes))
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "one_rank": Layout(),
+    "one_rank_local": Layout(layer_spec="local"),
+    "pp2_ep2": Layout(4, {"pp": 2, "ep": 2}),
+    "dp2": Layout(2),
+    "tp2": Layout(2, {"tp": 2}),
+    "tp2_local": Layout(2, {"tp": 2}, "local"),
+    "ep2": Layout(2, {"ep": 2}),
+    "pp2": Layout(2, {"pp": 2}),
+    "pp2_vpp2": Layout(2, {"pp": 2, "vpp": 2}),
+    "tp2_etp2_local": Layout(2, {"tp": 2, "etp": 2}, "local"),
+    "tp2_ep2_pp2": Layout(4, {"tp": 2, "ep": 2, "pp": 2}),
+}
 
 
 @dataclass(frozen=True)
@@ -248,7 +296,6 @@ class ParityJobs:
         return found
 
     def exported(self, name: str, layout_name: str) -> Path:
-        """Return the folder of the weights before the step that the run wrote."""
         return self._root / layout_name / name / "same"
 
     def _run(self, names: Sequence[str], layout_name: str, policy: PolicyConfig) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
-from tests.support.family_outputs import trainer_of
 from tests.support.family_parity import or_why_not
 from tests.support.family_reference import (
     has_delta_nets,
@@ -31,6 +30,7 @@ from tests.support.family_reference import (
     routers_of_transformers,
     save_model,
     tensors_in,
+    trainer_of,
     write_reference,
 )
 from tests.support.tiny_model import MICROBATCHES, forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch
@@ -144,7 +144,6 @@ def _counted(model: Any, batch: TokenBatch) -> Iterator[list[Counts]]:
 
 
 def _loss(model: Any, batch: TokenBatch) -> Tensor:
-    """Return the mean negative log-likelihood of the trained tokens; padding comes last, where nothing looks."""
     logprobs = model(batch.input_ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     of_tokens = logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
     mask = batch.token_mask[:, 1:]

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.moe_teachers import make_moe_teacher
+import torch
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 USER_CODE = "golden_user_code"
 """The runs' user code, as a process finds it whose working folder has a copy."""
@@ -252,3 +253,22 @@ RUNS = {
     "dynamic": GoldenRun("grpo", _dynamic),
     "asynchronous": GoldenRun("grpo", _asynchronous),
 }
+
+
+def make_moe_teacher(folder: Path, policy: Path, seed: int = 3, **changes: int) -> Path:
+    """Write a model of the policy's shape with weights of its own.
+
+    Args:
+        changes: Fields of its configuration.
+    """
+    fields = json.loads((policy / "config.json").read_text()) | changes
+    config = Qwen3MoeConfig(**fields | {"dtype": "float32", "tie_word_embeddings": False})
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        # A direction that all embeddings share: some tokens are likely whatever came before.
+        model.model.embed_tokens.weight += 0.1 * torch.randn(config.hidden_size)
+        model.lm_head.weight *= 4
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder

@@ -47,7 +47,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
-from tests.support.trajectories import tokens_of
+from tests.support.grpo_inputs import tokens_of
 
 END_TOKEN, PAD_TOKEN = 1, 0
 LEAVE_OUT = FailureRule(defaultdict(lambda: "leave_out"), fewest_of_group=2, fewest_of_step=2)
@@ -79,7 +79,6 @@ def small_config(*overrides: str) -> GRPOMasterConfig:
 
 
 def prompts(count: int, name: str = "train") -> list[Prompt]:
-    """Return the prompts of one to three tokens."""
     return [
         Prompt(f"{name}:{index}", f"{name} {index}", tuple(range(10, 11 + index % 3)), {"answer": str(index)})
         for index in range(count)
@@ -100,7 +99,6 @@ def trajectory(
     prompt_text: str = "prompt",
     rewards: Mapping[str, float] | None = None,
 ) -> Trajectory:
-    """Return a trajectory of one turn by hand."""
     return Trajectory(
         sample_id=sample_id,
         group_id=sample_id,
@@ -281,8 +279,6 @@ class FakePolicy:
 
 @dataclass
 class ListLogger:
-    """Keeps what is logged."""
-
     name: str = "list"
     diary: list[str] = field(default_factory=list)
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
@@ -302,12 +298,10 @@ class ListLogger:
 
 
 def as_numbers(token_ids: Sequence[int]) -> str:
-    """Decode tokens as their numbers."""
     return " ".join(map(str, token_ids))
 
 
 def from_numbers(text: str) -> list[int]:
-    """Return the tokens from their numbers."""
     return [int(word) for word in text.split()]
 
 

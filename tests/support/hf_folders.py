@@ -59,7 +59,6 @@ def stacked(tensors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
 
 
 def write_folder(tensors: Mapping[str, Tensor], folder: Path, num_files: int = NUM_FILES) -> None:
-    """Write files and, of several, an index."""
     folder.mkdir(parents=True)
     names = list(tensors)
     if num_files == 1:

@@ -101,7 +101,6 @@ def load_with_each_damaged(
 
 
 def _flip(path: Path, place: int, rank: int) -> None:
-    """Change a byte, on the first rank, before any rank goes on."""
     dist.barrier()
     if rank == 0 and place >= 0:
         with path.open("r+b") as file:

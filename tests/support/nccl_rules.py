@@ -3,7 +3,7 @@
 """The rules of NCCL for ranks that talk over gloo: what it would refuse raises, all else is noted.
 
 Every collective and message of torch.distributed passes through a method of `ProcessGroup`; inside `recorded`, these
-check what they are given and note it, for `nccl_order` to lay the ranks' notes side by side. gloo is more patient: it
+check what they are given and note it, for `rank_state` to lay the ranks' notes side by side. gloo is more patient: it
 takes tensors and types that NCCL does not know.
 """
 

@@ -11,14 +11,10 @@ from openenv.core.env_server import Action, Environment, Observation, State
 
 
 class Guess(Action):
-    """A guess."""
-
     text: str
 
 
 class Answer(Observation):
-    """What it was."""
-
     said: str
 
 
@@ -32,12 +28,10 @@ class Numbers(Environment):
         self._state, self._number = State(), 0
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> Answer:
-        """Draw the number."""
         self._number = options.get("number", (seed or 0) % 8)
         return Answer(said="Guess a number below 8.")
 
     def step(self, action: Guess, timeout_s: float | None = None, **options: Any) -> Answer:
-        """Answer a guess."""
         self._state.step_count += 1
         if action.text == "hang":
             time.sleep(3600)
@@ -52,7 +46,6 @@ class Numbers(Environment):
 
     @property
     def state(self) -> State:
-        """Return the state."""
         return self._state
 
 

@@ -60,7 +60,6 @@ class Wait(NamedTuple):
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that is taken for the device's."""
     with torch._C.DisableTorchFunction():
         return getattr(tensor.untyped_storage(), "lies_on_gpu", False)
 
@@ -103,7 +102,6 @@ class PretendedGpu:
         self.makes_on_gpu: list[bool] = []
 
     def wait(self, kind: str) -> None:
-        """Count one."""
         self.waits[Wait(*caller(), kind)] += 1
 
     @contextmanager

@@ -102,14 +102,11 @@ class RecordedEngine(FakeEngine):
 
 
 def make_engine(_: EngineSetup) -> RecordedEngine:
-    """Return what the configuration names."""
     _calls.append("engine starts")
     return RecordedEngine(_calls, shares_weights=False)
 
 
 class EndingRewardFunction(FakeRewardFunction):
-    """A reward function that can be stopped."""
-
     def shutdown(self) -> None:
         """Nothing runs."""
 

@@ -21,8 +21,7 @@ from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.refit_check import RefitCheck, Scores, probe_sequences
 from nemo_rl_moe.launch.refit import batch_of
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
-from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import write_reference
+from tests.support.family_reference import trainer_of, write_reference
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch, tiny_policy
 
 TEN_SHAPES = (
@@ -56,7 +55,6 @@ def policy_of(learning_rate: float, precision: str = "bfloat16") -> PolicyConfig
 
 
 def experts_of(parameters: Parameters, number: int) -> tuple[Tensor, ...]:
-    """Return the stacked tensors of the experts of a layer."""
     layers = sorted({name.rpartition(".")[0] for name in parameters if name.endswith(".experts.down_proj")})
     prefix = layers[number % len(layers)]
     return tuple(tensor for name, tensor in parameters.items() if name.startswith(f"{prefix}."))
@@ -128,7 +126,6 @@ class EngineCopy:
     model: Any = None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the weights."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
         config = AutoConfig.from_pretrained(self.folder)
@@ -193,11 +190,9 @@ class Pair:
         self.engine.load({name: 1.5 * each.roll(1, -1) for name, each in tensors.items()} if altered else tensors)
 
     def step(self, seed: int) -> None:
-        """An optimizer step."""
         self.trainer.train([shard_of_rank(tiny_batch(seed, self.vocabulary))], sft_loss)
 
     def check(self) -> RefitCheck:
-        """Return the check of a run."""
         return RefitCheck(
             probe_sequences(4, 32, self.vocabulary),
             1.0,
@@ -270,7 +265,6 @@ class FaultRun:
     num_changed: Mapping[str, int]
 
     def num_found(self, fault: str) -> int:
-        """Return how often it was found."""
         return sum(each is not None for each in self.said[fault])
 
 

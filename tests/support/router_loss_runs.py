@@ -103,7 +103,6 @@ def _with_routes(batch: TokenBatch, hf_config: Any) -> TokenBatch:
 
 
 def without_gradient(inputs: LossInputs) -> LossOutputs:
-    """Return the loss of the text, times zero."""
     outputs = sft_loss(inputs)
     return type(outputs)(outputs.loss * 0.0, outputs.metrics)
 

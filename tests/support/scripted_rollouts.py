@@ -1,22 +1,30 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous rollouts by a script: how long each group takes, or how it fails, and a trainer that sleeps."""
+"""Asynchronous rollouts by a script: how long a group takes, or how it fails, a trainer that sleeps, and an engine."""
 
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
+from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest
+from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.rollouts.dispatch.admission import Bounds
 from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher, Partial
 from nemo_rl_moe.rollouts.dispatch.groups import Batch, Cancellation, Ticket
 from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed, QueueState, TicketSource
 from nemo_rl_moe.rollouts.dispatch.staleness import OnStale, StalenessPolicy, make_policy
-from tests.support.virtual_clock import NothingLeftError, run_virtually
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.weight_sync.transport import WeightTransport
+from tests.support.clocks_and_disks import NothingLeftError, run_virtually
+from tests.support.grpo_fakes import END_TOKEN, prompts
 
 STUCK = float("inf")
 Fate = float | Exception | type[BaseException] | asyncio.Event
@@ -31,7 +39,6 @@ class ScriptedPrompt:
 
 
 def scripted_prompts(count: int) -> Iterator[ScriptedPrompt]:
-    """Yield numbered prompts."""
     return (ScriptedPrompt(f"prompt {number}") for number in range(count))
 
 
@@ -133,30 +140,24 @@ class ScriptedRun:
         return num_steps
 
     async def stop(self) -> None:
-        """Cancel what is left."""
         self.cancelled += await self.dispatcher.stop()
 
     def state(self) -> QueueState:
-        """Return what a checkpoint keeps."""
         return self.dispatcher.state(self.dispatcher.version)
 
     @property
     def consumed(self) -> list[list[int]]:
-        """Return the positions of the groups of each step."""
         return [[found.ticket.position for found in batch.groups] for batch in self.batches]
 
     @property
     def positions(self) -> list[int]:
-        """Return the positions of all groups that were trained on, in order of their numbers."""
         return sorted(position for step in self.consumed for position in step)
 
     @property
     def lags(self) -> list[list[int]]:
-        """Return the staleness of the groups of each step."""
         return [[each.total for each in batch.staleness] for batch in self.batches]
 
     def reasons(self) -> list[tuple[int, str]]:
-        """Return position and reason of each cancellation, in their order."""
         return [(each.position, str(each.reason)) for each in self.cancelled]
 
     def check_each_group_ended_once(self) -> None:
@@ -198,3 +199,70 @@ def red_on(*faults: Planted) -> Callable[[Callable[[], Coroutine[Any, Any, None]
         return test
 
     return decorate
+
+
+@dataclass
+class ScriptedEngine(GenerationEngine):
+    """Samples one token after the other; each depends on its seed, its place and the weights at its time.
+
+    Attributes:
+        token_s: Seconds of a token.
+        version: Optimizer steps of the weights.
+        seeds: Of all requests.
+    """
+
+    token_s: float = 0.0
+    version: int = 0
+    shares_weights: bool = False
+    seeds: list[int] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        self.seeds.append(request.seed)
+        token_ids, versions = list[int](), list[int]()
+        for place in range(2 + request.seed % 4):
+            await asyncio.sleep(self.token_s)
+            token_ids.append(5 + (request.seed // 10**place + 3 * self.version) % 10)
+            versions.append(self.version)
+        token_ids, versions = [*token_ids, END_TOKEN], [*versions, self.version]
+        return GeneratedSequence(np.array(token_ids), np.full(len(versions), -0.25), False, np.array(versions))
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        raise AssertionError("the script says which weights there are")
+
+
+class TwoTurns:
+    async def rollout(self, session: Session) -> Trajectory:
+        await session.generate()
+        session.append([7, 8])
+        await session.generate()
+        return session.finish(await session.score())
+
+
+def loader() -> PromptLoader:
+    return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
+
+
+def generate_all(
+    engine: GenerationEngine, requests: Sequence[GenerationRequest]
+) -> Iterator[tuple[int, GeneratedSequence]]:
+    """Generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
+    loop = asyncio.new_event_loop()
+    tasks = {loop.create_task(engine.generate(request)): index for index, request in enumerate(requests)}
+    try:
+        loop.run_until_complete(asyncio.sleep(0))  # every task has asked
+        answers = engine.answer_all() if isinstance(engine, LockstepEngine) else iter(())
+        while tasks:
+            next(answers, None)
+            done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+            for task in sorted(done, key=lambda ended: tasks[ended]):
+                yield tasks.pop(task), task.result()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(_ended([*left, *tasks]))
+        loop.close()
+
+
+async def _ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -31,7 +31,7 @@ from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.time_line import FOR_ENVIRONMENT, GENERATING, StepActivity, TimeLine, seconds_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
-from tests.support.virtual_clock import VirtualLoop
+from tests.support.clocks_and_disks import VirtualLoop
 
 GROUPS, GENERATIONS = 16, 8
 SAMPLING = SamplingParameters(max_new_tokens=100_000, stop_token_ids=(0,))
@@ -67,7 +67,6 @@ def size_of(scenario: Scenario, request: GenerationRequest) -> int:
 
 
 def response_of(size: int) -> GeneratedSequence:
-    """Return a response of so many tokens."""
     return GeneratedSequence(np.zeros(size, dtype=np.int64), np.zeros(size), False, 0)
 
 
@@ -83,7 +82,6 @@ class SimulatedEngine(GenerationEngine):
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
         size = size_of(self._scenario, request)
         self._advance()
         ended = asyncio.Event()
@@ -126,7 +124,6 @@ class Turns:
     scenario: Scenario
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         random = np.random.default_rng(session.seed)
         for turn in range(self.scenario.num_turns):
             if turn:
@@ -139,7 +136,6 @@ class NoReward:
     """No reward function: trajectories have their scores."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Return nothing: nobody asks."""
         raise AssertionError("a trajectory asked for a score")
 
 

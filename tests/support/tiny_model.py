@@ -1,20 +1,26 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model, a batch and a configuration small enough for a test, and the frame that a rank runs a test's code in."""
+"""Models, batches and configurations small enough for a test, and the frame that a rank runs a test's code in."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3MoeConfig
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, make_shard, per_token
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.candidates import CANDIDATE_IDS, Candidates
 from nemo_rl_moe.models.images import IS_IMAGE
 from tests.support.rank_state import keep_process_groups
 
@@ -207,3 +213,44 @@ def forget_recorded_losses() -> None:
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
         get_moe_layer_wise_logging_tracker().clear()
+
+
+def tiny_dense_hf_config(**changes: Any) -> Qwen3Config:
+    """Return the four layers, grouped-query attention, a vocabulary of 64."""
+    return Qwen3Config(**{**TINY, **changes})
+
+
+@dataclass
+class BigramModel:
+    """Answers as the workers of a model do.
+
+    Attributes:
+        logits: Row by the present token, column by the next one.
+        asked: Batches that it has seen.
+    """
+
+    logits: Float[Tensor, "vocabulary vocabulary"]
+    asked: list[TokenBatch] = field(default_factory=list)
+
+    def next_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch targets vocabulary"]:
+        """Log-probabilities of all tokens in the place of each one but the first."""
+        return self.logits[batch.input_ids[:, :-1]].log_softmax(-1)
+
+    def start_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        self.asked.append(batch)
+        found = self.next_logprobs(batch).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        return lambda: pad(found, (1, 0))
+
+    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        self.asked.append(batch)
+        ids = batch.columns[CANDIDATE_IDS].values[:, :-1]  # where they are predicted
+        found = self.next_logprobs(batch).gather(-1, ids.long())
+        return lambda: pad(found, (0, 0, 1, 0))
+
+    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
+        self.asked.append(batch)
+        values, ids = self.next_logprobs(batch)[..., :vocabulary_size].topk(k)
+        return lambda: Candidates(pad(ids, (0, 0, 1, 0)).to(torch.int32), pad(values, (0, 0, 1, 0)))
+
+    def prepare_for_logprobs(self, clock: PhaseClock) -> None:
+        """Do nothing."""

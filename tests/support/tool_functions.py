@@ -5,6 +5,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -133,8 +134,9 @@ def start_child(option: str) -> str:
     Args:
         option: A word of its command line.
     """
-    program = str(Path(__file__).with_name("sleeping_program.py"))
-    command = [sys.executable, "-I", confined_process.__file__, "60", "512", program, option]
+    program = Path(tempfile.mkdtemp(), "sleeps.py")
+    program.write_text("import time; time.sleep(10_000)")
+    command = [sys.executable, "-I", confined_process.__file__, "60", "512", str(program), option]
     return str(subprocess.Popen(command, start_new_session=True).pid)
 
 

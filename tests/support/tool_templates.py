@@ -29,7 +29,6 @@ class ToolFormat:
     null_content: bool = False
 
     def as_template_wants(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages in the form that this template takes."""
         return [self._turn(message) for message in messages]
 
     def _turn(self, message: dict[str, Any]) -> dict[str, Any]:

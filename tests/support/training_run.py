@@ -1,18 +1,28 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps of the tiny model in any layout, and everything that a test compares of them."""
+"""Optimizer steps and responses of the tiny model in any layout, and what a test compares or looks at of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
+from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.model.releases import HAS_MOE_METRICS_TRACKER
+from nemo_rl_moe.models.megatron.training.step_observer import StepObserver
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import (
     MICROBATCHES,
@@ -69,26 +79,20 @@ class RankRun:
 
 
 def train_run(settings: RunSettings) -> RankRun:
-    """Run on every rank of the job."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
-        losses, norms, metrics = [], [], []
-        for step in range(settings.num_steps):
-            shard = shard_of_step(trainer, settings, step)
-            result = trainer.train([shard], sft_loss)
-            losses.append(result.global_loss)
-            norms.append(result.grad_norm)
-            metrics.append(result.moe_metrics)
-        pieces, shards = {}, {}
-        for piece in parameter_pieces(trainer.chunks, trainer.config):
-            pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
-            shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
-        return RankRun(losses, norms, metrics, pieces, shards)
+        trainer = build_trainer(settings.policy, settings.model)
+        steps = (shard_of_step(trainer, settings, step) for step in range(settings.num_steps))
+        return weights_of(trainer, [trainer.train([shard], sft_loss) for shard in steps])
 
 
-def build_trainer(settings: RunSettings) -> MegatronTrainer:
-    """Return the trainer of this rank, from random weights."""
-    return MegatronTrainer(settings.policy, hf_config_of(settings.model), None, num_steps=10)
+def weights_of(trainer: MegatronTrainer, results: Sequence[RankTrainResult]) -> RankRun:
+    """Return the results of a rank's steps and its weights after them."""
+    pieces, shards = {}, {}
+    for piece in parameter_pieces(trainer.chunks, trainer.config):
+        pieces[piece.name, piece.shard_rank] = piece.local.float().cpu().numpy().copy()
+        shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
+    losses, norms = [result.global_loss for result in results], [result.grad_norm for result in results]
+    return RankRun(losses, norms, [result.moe_metrics for result in results], pieces, shards)
 
 
 def hf_config_of(model: Mapping[str, Any] | str) -> Any:
@@ -97,7 +101,6 @@ def hf_config_of(model: Mapping[str, Any] | str) -> Any:
 
 
 def shard_of_step(trainer: MegatronTrainer, settings: RunSettings, step: int) -> Any:
-    """Return what this rank trains on in one step."""
     place = trainer.coordinates
     batch = tiny_batch(100 + step, **settings.batch)
     if settings.images:
@@ -137,7 +140,6 @@ class Difference:
 
 
 def difference(runs: Sequence[RankRun], reference: RankRun) -> Difference:
-    """Compare every rank of a job with a single-rank run."""
     weights, expected = full_weights(runs), full_weights([reference])
     assert weights.keys() == expected.keys()
     wanted = [_independent_of_layout(metrics) for metrics in reference.moe_metrics]
@@ -147,10 +149,13 @@ def difference(runs: Sequence[RankRun], reference: RankRun) -> Difference:
         loss=max(_relative(run.losses, reference.losses) for run in runs),
         grad_norm=max(_relative(run.grad_norms, reference.grad_norms) for run in runs),
         moe_metrics=max(
-            abs(value - expected_metrics[name])
-            for steps in found
-            for metrics, expected_metrics in zip(steps, wanted, strict=True)
-            for name, value in metrics.items()
+            (
+                abs(value - expected_metrics[name])
+                for steps in found
+                for metrics, expected_metrics in zip(steps, wanted, strict=True)
+                for name, value in metrics.items()
+            ),
+            default=0.0,
         ),
         weights=max(float(np.abs(weights[name] - expected[name][: len(weights[name])]).max()) for name in weights),
     )
@@ -163,3 +168,126 @@ def _independent_of_layout(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _relative(values: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(value - wanted) / abs(wanted) for value, wanted in zip(values, expected, strict=True))
+
+
+WEIGHT_VERSION = 3
+PROMPT_LENGTHS = (3, 7, 1, 12, 7, 5)
+SAMPLING = SamplingParameters(max_new_tokens=11, temperature=0.8, stop_token_ids=(5, 17, 40))
+
+
+@dataclass(frozen=True)
+class GenerationRun:
+    """What is generated.
+
+    Attributes:
+        policy: The configuration.
+        sampling: How.
+        shares: Prompts of each data-parallel rank.
+        max_batch_size: Most sequences at a time.
+        model: Changes to the tiny model, or the name of one of `FAMILY_MODELS`.
+    """
+
+    policy: PolicyConfig
+    sampling: SamplingParameters = SAMPLING
+    shares: Sequence[Sequence[int]] = (tuple(range(len(PROMPT_LENGTHS))),)
+    max_batch_size: int | None = None
+    model: Mapping[str, Any] | str = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A generated sequence as it crosses processes."""
+
+    token_ids: list[int]
+    logprobs: npt.NDArray[np.float32]
+    is_truncated: bool
+
+
+def prompts() -> tuple[tuple[int, ...], ...]:
+    generator = np.random.default_rng(11)
+    return tuple(tuple(generator.integers(1, 64, length).tolist()) for length in PROMPT_LENGTHS)
+
+
+def request_of(indices: Sequence[int], sampling: SamplingParameters = SAMPLING) -> GenerationBatch:
+    """Return some of the prompts, each with a seed of its own."""
+    every = prompts()
+    return GenerationBatch(tuple(every[index] for index in indices), tuple(100 + index for index in indices), sampling)
+
+
+def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | str | None = None) -> MegatronTrainer:
+    """Return the trainer of this rank, from random weights."""
+    return MegatronTrainer(policy, hf_config_of(model or {}), None, num_steps=10)
+
+
+def generator_of(trainer: MegatronTrainer, tokenizer: Any = None) -> MegatronGenerator:
+    return MegatronGenerator(trainer.chunks, trainer.config, tokenizer, trainer.device)
+
+
+def generate_run(run: GenerationRun) -> dict[int, Response]:
+    """Run on every rank of the job; the responses of this rank by the number of their prompt."""
+    with parallel_job(run.policy):
+        trainer = build_trainer(run.policy, run.model)
+        share = run.shares[trainer.coordinates.data_parallel_rank]
+        sequences = generator_of(trainer).generate(
+            request_of(share, run.sampling), weight_version=WEIGHT_VERSION, max_batch_size=run.max_batch_size
+        )
+        assert len(sequences) == (len(share) if trainer.coordinates.reports_loss else 0)
+        assert all(sequence.weight_version == WEIGHT_VERSION for sequence in sequences)
+        return {index: _response(sequence) for index, sequence in zip(share, sequences, strict=False)}
+
+
+def _response(sequence: GeneratedSequence) -> Response:
+    return Response(sequence.token_ids.tolist(), sequence.logprobs, sequence.is_truncated)
+
+
+def evaluated_logprobs(trainer: MegatronTrainer, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    """Return what an evaluation forward says of the tokens of a response."""
+    tokens = torch.tensor([[*prompt, *response]])
+    batch = TokenBatch(tokens, torch.tensor([tokens.shape[1]]), torch.ones_like(tokens, dtype=torch.bool), ("one",))
+    return trainer.logprobs([batch])[0][0, len(prompt) :]
+
+
+Kind = TypeVar("Kind", bound=StepObserver)
+
+
+def observer_of(trainer: MegatronTrainer, kind: type[Kind]) -> Kind:
+    (found,) = (observer for observer in trainer.observers if isinstance(observer, kind))
+    return found
+
+
+def record_auxiliary_loss(name: str, value: Tensor, layer_number: int, num_layers: int) -> None:
+    """Add to a layer's auxiliary loss as a router does; `layer_number` counts from 1 as in Megatron."""
+    if HAS_MOE_METRICS_TRACKER:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        get_moe_metrics_tracker().record(name, value, layer_number, num_layers)
+        return
+    from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+    save_to_aux_losses_tracker(name, value, layer_number, num_layers)
+
+
+@dataclass(frozen=True)
+class SpoiledLoss:
+    """The loss of fine-tuning with something wrong in the microbatches of one length.
+
+    Attributes:
+        kind: `loss`: its value alone is infinite; `gradient`: its gradient is NaN; `both`.
+        only_width: Number of targets a row of the microbatches that are spoiled; 0: all.
+    """
+
+    kind: str
+    only_width: int = 0
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        outputs = sft_loss(inputs)
+        if self.only_width and inputs.logprobs.shape[1] != self.only_width:
+            return outputs
+        loss = outputs.loss
+        if self.kind == "gradient":
+            spoiled = inputs.logprobs.sum() * 0
+            spoiled.register_hook(lambda gradient: gradient * math.nan)
+            loss = loss + spoiled
+        else:
+            loss = loss + (math.inf if self.kind == "loss" else loss * math.nan)
+        return LossOutputs(loss, outputs.metrics)

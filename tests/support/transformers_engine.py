@@ -32,7 +32,6 @@ EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<project
 
 
 def make_engine(setup: EngineSetup) -> "TransformersEngine":
-    """Return what a configuration names."""
     return TransformersEngine(setup.source.folder())
 
 
@@ -69,7 +68,6 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
     def generate(
         self, prompts: Tensor, seeds: Sequence[int], sampling: SamplingParameters, version: int
     ) -> list[GeneratedSequence]:
-        """Return the continuations of prompts of one length, `[prompts, tokens]`."""
         assert not sampling.stop_strings, "stop strings are not this engine's"
         assert sampling.top_k is None, "nor is top-k"
         assert sampling.top_p == 1, "nor is top-p"
@@ -86,13 +84,11 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """Return the log-probability of each token after the first."""
         ids = torch.tensor(sequences)
         logprobs = (self._model(input_ids=ids).logits / temperature).log_softmax(-1)
         return list(logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].numpy())
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of the tensors that have arrived, as they lie in the model."""
         parameters = dict(self._model.named_parameters())
         return fingerprints_of(((name, place_of(name, parameters)) for name in self._names), number_format)
 
@@ -105,7 +101,6 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
         self._model = None
 
     def wake(self) -> None:
-        """Comes back with the same weights; nothing where it does not sleep."""
         from transformers import AutoModelForCausalLM
 
         if self._asleep is None:
@@ -184,7 +179,6 @@ class TransformersEngine(LockstepEngine):
 
     @property
     def workers(self) -> list[Any]:
-        """Actors of the copies."""
         return self._workers
 
     @property
@@ -210,7 +204,6 @@ class TransformersEngine(LockstepEngine):
             yield from zip(calls.pop(ready), ray.get(ready), strict=True)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Have all workers receive while the trainer sends."""
         self._version = None
         spec = transport.open(num_receivers=len(self._workers), version=version)
         calls = [worker.receive.remote(spec, number) for number, worker in enumerate(self._workers)]
@@ -221,11 +214,9 @@ class TransformersEngine(LockstepEngine):
         self._version = version
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
-        """Return the log-probability of each token after the first, by each copy."""
         return list(ray.get([worker.score.remote(sequences, temperature) for worker in self._workers]))
 
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
-        """Return the fingerprints of the weights that each copy stores."""
         return list(ray.get([worker.weight_fingerprints.remote(number_format) for worker in self._workers]))
 
     def sleep(self) -> None:
@@ -233,11 +224,9 @@ class TransformersEngine(LockstepEngine):
         ray.get([worker.sleep.remote() for worker in self._workers])
 
     def wake(self) -> None:
-        """Load them again."""
         ray.get([worker.wake.remote() for worker in self._workers])
 
     def shutdown(self) -> None:
-        """End the processes."""
         for worker in self._workers:
             ray.kill(worker)
 
@@ -257,7 +246,6 @@ class StreamingEngine(GenerationEngine):
         self._workers, self._next = self._pooled.workers, 0
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
         version = self._pooled.version
         assert version is not None, "the engine has got no weights yet"
         worker = self._workers[self._next % len(self._workers)]
@@ -267,17 +255,13 @@ class StreamingEngine(GenerationEngine):
         return found
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Have all workers receive while the trainer sends."""
         self._pooled.update_weights(transport, version)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
-        """Return the log-probability of each token after the first, by each copy."""
         return self._pooled.score(sequences, temperature)
 
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
-        """Return the fingerprints of the weights that each copy stores."""
         return self._pooled.weight_fingerprints(number_format)
 
     def shutdown(self) -> None:
-        """End the processes."""
         self._pooled.shutdown()

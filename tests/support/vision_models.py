@@ -201,7 +201,6 @@ def write_vision_model(model_type: str, folder: Path, seed: int = 0, **text: Any
 
 
 def random_image(height: int, width: int, seed: int) -> ModelImage:
-    """Return an image of so many image tokens' rows and columns."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height * SIDE, width * SIDE, 3), dtype=np.uint8)
     return ModelImage(pixels)
 
@@ -256,12 +255,10 @@ def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
 
 
 def images_of_rows(batch: TokenBatch) -> list[list[ModelImage]]:
-    """Return the images of each sequence."""
     return [images_in(inputs_of_row(batch, row)) for row in range(len(batch))]
 
 
 def inputs_of_row(batch: TokenBatch, row: int) -> dict[str, ModelInput]:
-    """Return the model's inputs of one sequence."""
     one = batch.select([row])
     shared = {name: ModelInput(column.arrays[0], Axis.SHARED) for name, column in one.shared.items()}
     return shared | {

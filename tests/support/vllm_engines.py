@@ -38,7 +38,7 @@ from nemo_rl_moe.rollouts.dispatch.gate import EngineGate
 from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
-from tests.support.all_requests import generate_all
+from tests.support.scripted_rollouts import generate_all
 
 VOCABULARY_SIZE = 64
 PROMPT = (3, 4, 5, 6)
@@ -122,7 +122,6 @@ class Trainer:
 
     @property
     def model_files(self) -> dict[str, bytes]:
-        """The folder without weights."""
         return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.suffix == ".json"}
 
     def move(self) -> None:
@@ -134,7 +133,6 @@ class Trainer:
         self._save()
 
     def scores(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Any]:
-        """Return the log-probs of the tokens of sequences of one length, all but the first."""
         ids = torch.tensor(sequences)
         with torch.no_grad():
             logprobs = (self._model(ids).logits / temperature).log_softmax(-1)
@@ -158,11 +156,9 @@ class Trainer:
         return lambda: found
 
     def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:
-        """Send the weights as a change leaves them."""
         refit(engine, SentWeights(change(dict(self.tensors)), self.version), altered=altered)
 
     def save_to(self, folder: Path) -> None:
-        """A Hugging Face folder of the weights as they are."""
         self._model.save_pretrained(folder)
 
     def _save(self) -> None:
@@ -205,7 +201,6 @@ def requests(count: int, sampling: SamplingParameters = FREE) -> list[Generation
 
 
 def generated(engine: VllmEngine, asked: list[GenerationRequest]) -> list[GeneratedSequence]:
-    """Return the answers in the order of the requests, each of which has one."""
     found = list(generate_all(engine, asked))
     assert sorted(index for index, _ in found) == list(range(len(asked))), "each once"
     return [sequence for _, sequence in sorted(found, key=lambda pair: pair[0])]

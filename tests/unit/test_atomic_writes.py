@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place, write_whole
-from tests.support.full_disk import files_no_longer_than
+from tests.support.clocks_and_disks import files_no_longer_than
 
 
 def test_a_full_disk_leaves_the_earlier_file_and_is_reported_with_its_name(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from nemo_rl_moe import cli
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.launch.data_view import ShownSequence, sequence_text, show_data
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import THINKING
+from tests.support.chat_templates import THINKING, make_byte_tokenizer
 from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from examples.distillation_study.teachers import shuffle_tokens
 from examples.studies.results import Result, measures_of
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.moe_teachers import make_moe_teacher
+from tests.support.golden_runs import make_moe_teacher
 
 MODEL = REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe"
 

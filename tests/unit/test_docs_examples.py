@@ -34,11 +34,9 @@ from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.conversations import ALL
-from tests.support.estimators import inputs_of_rewards
+from tests.support.conversations import ALL, ended, play, scripted_session
 from tests.support.gloo_ranks import run_ranks
-from tests.support.scripted_session import scripted_session
-from tests.support.thread_agents import ended, play
+from tests.support.grpo_inputs import inputs_of_rewards
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings, train_run
 

@@ -23,7 +23,7 @@ from nemo_rl_moe.rollouts.tool_environment import METRICS, UNKNOWN_CALLS
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import KEPT_MASS
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 from tests.unit.test_docs_examples import DOCS, documented_keys
 

@@ -15,8 +15,8 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.gpu import calls, models, run, table
 from tests.gpu.calls import CALLS
+from tests.support.gloo_ranks import run_ranks_with_engine
 from tests.support.tiny_model import parallel_job
-from tests.support.with_transformer_engine import run_ranks_with_engine
 
 LINE: dict[str, Any] = {
     "name": "refit",

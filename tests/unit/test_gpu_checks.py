@@ -28,7 +28,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.pretended_gpu import Wait
 from tests.support.tiny_model import tiny_policy
 
-FAKES = "tests.support.gpu_check_fakes"
+FAKES = "tests.support.small_programs"
 
 
 def lines_of(printed: str) -> list[dict[str, Any]]:

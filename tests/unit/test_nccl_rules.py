@@ -16,8 +16,8 @@ from torch.distributed import ReduceOp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.gloo_ranks import RankError, run_ranks
-from tests.support.nccl_order import problems_of_job
 from tests.support.nccl_rules import NcclRuleError, Record, recorded
+from tests.support.rank_state import problems_of_job
 
 THIS_FILE = Path(__file__).name
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.published_packages import PACKAGES
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.world.families import FAMILIES, LLAMA_CPP, TRL
 from tests.world.spoken import Spoken
 

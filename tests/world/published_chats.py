@@ -14,7 +14,7 @@ from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.corrected_templates import correct_template
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.template_renderer import Rendered
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 Message = dict[str, Any]
 BAR, BLOCK = "\uff5c", "\u2581"

@@ -11,7 +11,7 @@ from typing import Any
 from examples.real_demo.data import write_data
 from examples.real_model import MOE
 from tests.functional import sft_runs
-from tests.support.logged_metrics import MetricHistory, read_jsonl
+from tests.support.loggers import MetricHistory, read_jsonl
 
 EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/grpo_real_moe.yaml"
 CLI = ("-m", "nemo_rl_moe.cli")
@@ -48,7 +48,7 @@ def run(folder: Path, *more: str, program: Sequence[str] = CLI, **changes: Any) 
         "policy.megatron_cfg.routing_replay": "rollout",
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
         "env.reward.kind": "callable",
-        "env.reward.function": "tests.support.vowels:share_of_vowels",
+        "env.reward.function": "tests.support.rewards_of_tests:share_of_vowels",
         "data.train.path": folder / "data" / "grpo.jsonl",
         "data.validation": None,
         "checkpointing.checkpoint_dir": None,

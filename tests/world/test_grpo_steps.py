@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
 from tests.functional import grpo_runs, sft_runs
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 from tests.world.conftest import Published
 from tests.world.conversations import system, user
 from tests.world.families import FAMILIES

@@ -13,7 +13,7 @@ import pytest
 from examples.real_model import MOE
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from tests.functional import sft_runs
-from tests.support.logged_metrics import MetricHistory, read_jsonl
+from tests.support.loggers import MetricHistory, read_jsonl
 from tests.world.real_runs import CLI, train
 
 pytestmark = [

@@ -14,7 +14,7 @@ import pytest
 
 from examples.real_model import DENSE, MOE
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from tests.support.logged_metrics import MetricHistory
+from tests.support.loggers import MetricHistory
 from tests.world.real_runs import run, train
 
 pytestmark = [

@@ -10,7 +10,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.formats.interface import ToolCall
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.unit.tools.test_tool_formats import SCHEMAS, shown
 from tests.world.conftest import Published
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nemo_rl_moe.data.tokenizer import load_tokenizer
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.world.conftest import Published
 from tests.world.families import Family
 

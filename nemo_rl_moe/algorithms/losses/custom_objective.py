@@ -19,7 +19,7 @@ KEY = "loss_fn.objective"
 
 @cache
 def find_objective(name: str) -> Objective:
-    """Return the configured objective: a registered one, or a custom function without known bounds."""
+    """Return the configured objective: a registered one, or a custom function, whose ratio counts as never clipped."""
     if not is_custom(name):
         return OBJECTIVES[name]
     return Objective(name, partial(_loss_in_run, name, import_function(KEY, name, "the ObjectiveInputs")))
@@ -60,7 +60,7 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
         raise ConfigurationError(error.problem) from error
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
-            f"{KEY}: {config.objective} raised, on three tokens: {error_in_user_code(error)}"
+            f"{KEY}: {config.objective} raised in a trial on three tokens: {error_in_user_code(error)}"
         ) from error
     if not loss.requires_grad:
         raise ConfigurationError(
@@ -70,7 +70,8 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
     (gradient,) = torch.autograd.grad(loss[mask].sum(), logprobs, allow_unused=True)
     if not loss[mask].isfinite().all() or gradient is None or not gradient[mask].isfinite().all():
         raise ConfigurationError(
-            f"{KEY}: {config.objective} returned, on three tokens, a loss whose value or gradient is NaN or infinite"
+            f"{KEY}: {config.objective} returned a loss whose value or gradient is NaN or infinite in a trial on three"
+            " tokens"
         )
 
 

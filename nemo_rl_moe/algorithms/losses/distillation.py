@@ -24,9 +24,9 @@ from nemo_rl_moe.rl.corrections import CORRECTIONS
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Column: log-probability of each token, `[batch, sequence]`, or of its candidates, `[batch, sequence, k]`."""
 TEACHER_SHARE = "teacher_share"
-"""Column per token: 1 over the number of tokens with a teacher in the global batch, and 0 at other tokens."""
+"""Column per token: 0 without a teacher, otherwise 1 / number of tokens with a teacher in the global batch."""
 TEACHER_PART = "teacher_part"
-"""Column per sequence: of the step's tokens with a teacher, the share in the sequence's global batch."""
+"""Column per sequence: number of tokens with a teacher in its global batch, divided by their number in the step."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class DistillationLoss:
     `generation_logprobs` for a divergence without candidates.
 
     Metrics are these means before weighting, in nats: `teacher_kl` (estimated from sampled tokens without candidates),
-    `cross_entropy`, `policy_candidate_mass` and `teacher_candidate_mass` (a model's probability of the candidates), and
-    the metrics of the policy gradient. Metrics of the teacher are means over the tokens of the step, across its global
-    batches.
+    `cross_entropy`, `policy_candidate_mass` and `teacher_candidate_mass` (a model's probability of all candidates
+    together), and the metrics of the policy gradient. Metrics that need a teacher are means over all tokens of the step
+    with a teacher, in all of the step's global batches.
 
     Attributes:
-        has_candidates: Whether the teacher gives log-probabilities of candidates. Otherwise it gives them for sampled
-            tokens.
+        has_candidates: Whether the teacher gives the log-probabilities of `k` candidate tokens at each position.
+            Otherwise it gives only that of the sampled token.
         policy_gradient: Loss of the rewards, if there are rewards. Its metrics are computed even with weight 0.
     """
 
@@ -67,7 +67,7 @@ class DistillationLoss:
 
     @property
     def reduction(self) -> Reduction:
-        """Kind of mean: that of the policy gradient, or over trained tokens without a policy gradient."""
+        """How the loss is averaged: like the policy gradient or, without a policy gradient, over trained tokens."""
         return Reduction.SHARE if self.policy_gradient is None else self.policy_gradient.reduction
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -130,7 +130,10 @@ class DistillationLoss:
 
 
 def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int]) -> dict[str, Column]:
-    """Return the columns `teacher_share` and `teacher_part` of a step.
+    """Return the columns `teacher_share` and `teacher_part` of a step, which weight its tokens in means over a teacher.
+
+    `teacher_share` is 1 / (number of tokens with a teacher in the global batch) at such tokens, else 0. `teacher_part`
+    is the global batch's share of the step's tokens with a teacher.
 
     Args:
         counts: Mask of the tokens with a teacher. The first token of a sequence never counts, as nothing predicts it.

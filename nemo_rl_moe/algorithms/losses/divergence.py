@@ -50,8 +50,8 @@ def kl_estimate(
 ) -> Float[Tensor, "*shape"]:
     """Return the estimate of `KL(policy || reference)` per token, in nats, from tokens that the policy sampled.
 
-    In `k3`, `d` is bounded by `LARGEST_LOG_RATIO` in both terms. Beyond this bound the gradient is 0, and so never
-    infinite or of the wrong sign.
+    In `k3 = exp(d) - 1 - d`, `d = log reference - log policy` is at most `LARGEST_LOG_RATIO`. Beyond this bound the
+    gradient is 0, and so never infinite or of the wrong sign.
     """
     log_ratio = reference_logprobs - logprobs
     if kind == "k1":
@@ -95,10 +95,11 @@ def reference_divergence(
 ) -> Float[Tensor, "*shape"]:
     """Return each token's part of the penalty in the loss, before any averaging.
 
-    With `reference_policy_kl_gradient: divergence`, its expected gradient over tokens of the policy before the step is
-    that of `KL(policy || reference)`. For this, the estimate is weighted by the policy's probability over its
-    probability before the step. The gradient of this ratio is the score function, and its value is 1 if both policies
-    are the same. `k2` has the right gradient without the score function, so its weight is a constant.
+    With `reference_policy_kl_gradient: divergence`, the expected gradient equals the gradient of
+    `KL(policy || reference)`. The expectation is over tokens that the policy before the step samples. To achieve this,
+    the estimate is weighted by the ratio of the policy's probability to its probability before the step. This ratio is
+    1 if both policies are the same, and its gradient adds the score function. `k2` has the right gradient without the
+    score function, so its weight is detached.
 
     Args:
         logprobs: Log-probabilities of the trained policy.

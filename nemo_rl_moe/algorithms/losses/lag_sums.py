@@ -17,7 +17,7 @@ from nemo_rl_moe.token_lag import LAG_CLASSES, NO_LAG, TOKEN_LAG, lag_classes
 
 
 class LagSum(StrEnum):
-    """Quantity that is summed over tokens."""
+    """Quantity that the loss sums over the tokens of each class of lag, for metrics by lag."""
 
     TOKENS = "tokens"
     LAG = "lag"
@@ -45,7 +45,10 @@ def lag_sums(
     *,
     is_bounded: bool,
 ) -> Metrics:
-    """Return the sums of each class, the largest lag, and the largest unbounded lag. Empty if the batch has no lags.
+    """Return the sums over the tokens of each class of lag (optimizer steps since sampling), and the largest lag.
+
+    If the loss does not bound the weight of older tokens, the largest lag is also returned as `max_unbounded_lag`. The
+    result is empty if the batch has no lags.
 
     Args:
         prev: Log-probabilities of the policy before the step. Masked ones must be finite.

@@ -35,8 +35,8 @@ def ratio_metrics(
 
     Args:
         ratio: Ratio in the objective, detached.
-        bounds: Bounds of the ratio in the objective.
-        both: Both bounds of the ratio, whatever the advantage.
+        bounds: Bounds that the objective applies to each token. They may depend on the sign of the advantage.
+        both: Lower and upper bound for every token, for `probs_ratio_clamped`.
     """
     mask = inputs.token_mask
     return {
@@ -57,7 +57,7 @@ def mismatch_metrics(
 ) -> Metrics:
     """Return metrics of the mismatch of generation and training, and the policy's entropy.
 
-    They do not depend on the correction:
+    None of these metrics depends on the importance-sampling correction:
 
     - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`, ideally 1
     - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats, ideally 0
@@ -98,8 +98,8 @@ def correction_metrics(
     """Return metrics of the importance-sampling correction. Empty without one.
 
     - `importance_weight`: mean weight of a token
-    - `importance_weight_truncated_fraction` or, if it drops tokens, `importance_weight_dropped_fraction`: share of the
-      tokens whose ratio, or the ratio of whose sequence, was out of bounds
+    - `importance_weight_truncated_fraction` or, if the correction drops tokens, `importance_weight_dropped_fraction`:
+      share of the tokens with an importance ratio (of the token or of its sequence) out of bounds
     """
     effect = CORRECTIONS[config.importance_sampling_correction].effect
     if effect is None:

@@ -19,7 +19,7 @@ QUARTERS = ("first_quarter", "second_quarter", "third_quarter", "last_quarter")
 
 
 class PositionSum(StrEnum):
-    """Quantity that is summed over tokens."""
+    """Quantity that the loss sums over each quarter of the sequences, for metrics by position."""
 
     TOKENS = "tokens"
     DIFFERENCE = "difference"
@@ -46,7 +46,7 @@ def position_sums(
     generation: Float[Tensor, "sequences targets"],
     mask: Bool[Tensor, "sequences targets"],
 ) -> Metrics:
-    """Return the sums of each quarter.
+    """Return, for each quarter of the sequences' trained tokens, the sums of the quantities in `PositionSum`.
 
     Args:
         prev: Log-probabilities of the policy before the step. Masked ones must be finite.

@@ -23,8 +23,8 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
     give tokens of short sequences more weight, and change with the micro-batch size.
 
     Returns:
-        This microbatch's share of the mean, in nats. Metrics: `num_valid_tokens`, and in evaluation `accuracy`, the
-        share of the trained tokens that the model ranks first given the previous tokens.
+        This microbatch's part of the mean, in nats. The parts add up to the mean. Metrics: `num_valid_tokens`, and in
+        evaluation `accuracy`, the share of the trained tokens that the model ranks first given the previous tokens.
     """
     mask = inputs.token_mask
     # A padded position may hold an infinite value, whose product with 0 would be NaN.

@@ -24,13 +24,13 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest probability of a tail. A lower `1 - sum` in float32 is only rounding, and so is its logarithm's gradient."""
+"""Smallest probability of the tail, all tokens that are not candidates. Below it, `1 - sum` in float32 is rounding."""
 LOWEST_TEACHER_LOGPROB = -80.0
-"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that it rules out."""
+"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that a teacher rules out."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
-    """Return the log-probabilities with that of the tail, all tokens that are not candidates, appended.
+    """Append the log-probability of the tail to the candidates' log-probabilities. The tail is all other tokens.
 
     The probability of the tail is at least `LOWEST_TAIL`. If the true probability is lower, the gradient is smaller,
     but not 0: a policy that is sure of its candidates must still learn that the teacher is not sure.

@@ -38,7 +38,7 @@ def _problem_of_trial(loss_function: Callable[[LossInputs], object]) -> str | No
     try:
         outputs = loss_function(_tried_inputs())
     except (Exception, SystemExit) as error:
-        return f"raised, on three tokens: {error_in_user_code(error)}"
+        return f"raised in a trial on three tokens: {error_in_user_code(error)}"
     if problem := problem_of(outputs):
         return f"returned {problem}"
     assert isinstance(outputs, LossOutputs)

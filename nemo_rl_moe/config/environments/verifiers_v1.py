@@ -49,8 +49,8 @@ class VerifiersV1Config(EndpointDriverConfig):
         return f"verifiers {self.id}"
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield also an error line for each setting that the run itself sets, and one if the tasks to validate with are
-        missing."""
+        """Yield the driver's common error lines, one for each setting that only the run may set, and one if there are
+        no tasks to validate with."""
         yield from super().problems(key, data_key, data)
         for section, elsewhere in _OF_THE_RUN.items():
             given = getattr(self, section)
@@ -61,6 +61,6 @@ class VerifiersV1Config(EndpointDriverConfig):
         if data.validation is not None and not self.validation:
             given = "null" if self.validation is None else "{}"
             yield (
-                f"{key}.validation: got {given}, expected settings such as {{split: test}} or a number of tasks that"
-                f" are held out; or {data_key}.validation: null"
+                f"{key}.validation: got {given}, expected the settings of held-out tasks, such as {{split: test}}, or"
+                f" their number; or set {data_key}.validation: null"
             )

@@ -21,7 +21,7 @@ class RequestBatches:
     Requests that tasks make in one iteration of the event loop are distributed together.
 
     Args:
-        generate: Generates a batch on the copy with a number, counted from 0. Called in a thread.
+        generate: Generates a batch on a copy, given by its index from 0. Called in a thread.
         max_batch_size: Maximum number of sequences that a copy generates at a time; None for no limit.
     """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MegatronSeparateConfig(StrictModel):
-    """Copies of `backend: megatron_separate`, one on each worker of `cluster.roles.generation`."""
+    """Settings of `backend: megatron_separate`: a copy of the model on each worker of `cluster.roles.generation`."""
 
     cpu_threads: Processes
     """Number of threads of each copy on CPUs."""
@@ -34,7 +34,7 @@ def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
-    """Return the plan of one copy on each worker of the role."""
+    """Return the engine's size: one copy of the weights on each worker of `cluster.roles.generation`."""
     cluster = config.cluster
     place = cluster.place_of(GENERATION_ROLE) if GENERATION_ROLE in cluster.roles else cluster
     return EngineSize(num_copies=place.world_size, ranks=1, dtype=config.policy.precision)

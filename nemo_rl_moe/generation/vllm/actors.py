@@ -33,14 +33,14 @@ class EngineActor:
     since: float = 0.0
     asleep: set[str] = field(default_factory=set)
     window: int = sys.maxsize
-    """Maximum number of requests that it gets at a time."""
+    """Maximum number of requests that the engine gets at a time."""
 
     @property
     def name(self) -> str:
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
-        """Return the future number of steps. The engine answers while it generates or receives, unless it is frozen."""
+        """Ask for the number of steps; return a Ray future. A busy engine answers, too, unless it is frozen."""
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:

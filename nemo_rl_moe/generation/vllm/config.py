@@ -18,7 +18,7 @@ PrefixCaching = Literal["none", "reset", "keep"]
 
 
 class VllmConfig(StrictModel):
-    """Engines of `backend: vllm`."""
+    """Settings of the engines of `backend: vllm`."""
 
     num_engines: PositiveInt | None
     """Number of engines. They share the prompts. null: number of GPUs over `tensor_parallel_size`, or 1 on CPUs."""
@@ -83,7 +83,11 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield the problems of a prefix cache: captured routes, or `keep` that has no use or no correction."""
+    """Yield a problem for each setting that is not compatible with the chosen `prefix_caching`.
+
+    With captured routes only `none` is allowed. `keep` requires asynchronous rollouts and importance-sampling
+    correction.
+    """
     chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
     if chosen == "none":
         return
@@ -99,12 +103,15 @@ def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
         )
     if chosen == "keep" and config.loss_fn.importance_sampling_correction == "none":
         yield (
-            f"{key}: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: nothing would weigh"
-            " tokens sampled after keys and values of old weights"
+            f"{key}: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: without the"
+            " correction, tokens sampled from keys and values of old weights would count in full"
         )
 
 
 def captures_routes(config: "GRPOMasterConfig") -> bool:
-    """Return whether sequences have routed experts: on GPUs only for replay, as capture excludes a prefix cache."""
+    """Return whether engines capture routed experts.
+
+    On GPUs they do so only for replay, because captured routes exclude a prefix cache.
+    """
     megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
     return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)

@@ -85,7 +85,7 @@ class VllmEngine(GenerationEngine):
         if self._settings.image_settings is not None:
             image_runs(self._settings.image_settings, request.token_ids, request.model_inputs)
         elif request.model_inputs:
-            raise ValueError("this engine takes tokens alone, and no further model inputs")
+            raise ValueError("this engine takes only token ids, but the request has further model inputs")
         return await self._serving.generate(request)
 
     async def pause(self) -> None:
@@ -95,7 +95,7 @@ class VllmEngine(GenerationEngine):
         """Give the engines weights if needed; return the version of the weights."""
         if self._version is None or not self._actors.present:
             if threading.current_thread() is not threading.main_thread():
-                raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
+                raise GenerationError("no vLLM engine is left, and new ones cannot get weights while training runs")
             self._refit(self)
         self._require_awake()
         self._gpu.generate()
@@ -127,7 +127,7 @@ class VllmEngine(GenerationEngine):
         return list(ray.get([actor.handle.process_id.remote() for actor in self._actors.present]))
 
     def num_steps(self) -> int:
-        """Return the total number of engine steps so far. It can be called while they generate."""
+        """Return the total number of engine steps so far. Allowed while engines generate."""
         return sum(ray.get([actor.ask_num_steps() for actor in self._actors.present]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
@@ -181,7 +181,7 @@ class VllmEngine(GenerationEngine):
         self._version = version
 
     def sleep(self) -> None:
-        """Free the memory of GPUs shared with the trainer, including the weights: generation then needs new ones."""
+        """Free the memory of GPUs shared with the trainer, including the weights, which must be sent again."""
         self._serving.drain()
         if not (self._settings.on_gpus and self._placement.is_shared):
             return
@@ -200,18 +200,18 @@ class VllmEngine(GenerationEngine):
         self._wake("kv_cache")
 
     def _wake(self, part: str, actors: Sequence[EngineActor] | None = None) -> None:
-        """Allocate a freed part again, of the given engines (default: all)."""
+        """Allocate a part, such as the key-value cache, again in the engines (default: all) that have freed it."""
         asleep = [actor for actor in (self._actors.present if actors is None else actors) if part in actor.asleep]
         for actor, _ in self._actors.ask(lambda handle: handle.wake.remote(part), asleep)[0]:
             actor.asleep.remove(part)
 
     def _require_awake(self) -> None:
-        """Ask the engines themselves: a partly sleeping one would take requests and never answer them."""
+        """Raise if an engine sleeps, even partly, because it would take requests and never answer them."""
         for actor, parts in self._actors.ask(lambda handle: handle.asleep.remote())[0]:
             if parts:
                 raise GenerationError(
-                    f"{actor.name} cannot generate: asleep are {', '.join(parts)}; call wake() before, and after"
-                    " sleep() send new weights"
+                    f"{actor.name} cannot generate: still asleep: {', '.join(parts)}; call wake() before requests, and"
+                    " send new weights after sleep()"
                 )
 
     def shutdown(self) -> None:

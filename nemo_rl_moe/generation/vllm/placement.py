@@ -12,7 +12,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 
 @dataclass(frozen=True)
 class Placement:
-    """Machines and GPUs of engines. Engines that share them with the trainer work in turn with it."""
+    """Machines and GPUs of engines. If the engines share them with the trainer, engines and trainer alternate."""
 
     cluster: RayCluster
     gpus_per_engine: int
@@ -40,7 +40,7 @@ class Placement:
         return {**resources, "scheduling_strategy": strategy}
 
     def gpus(self, number: int) -> tuple[int, ...]:
-        """Return the GPUs of its machine that an engine shares with the trainer; empty if Ray assigns its GPUs."""
+        """Return the indices, on its machine, of the GPUs that engine `number` shares with the trainer, if any."""
         if not self.is_shared:
             return ()
         first = number % self.engines_per_machine * self.gpus_per_engine

@@ -26,7 +26,7 @@ def number_format(policy: "GeneratingPolicyConfig") -> str:
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
-    """Return the plan of the configured number of engines. The default follows from the GPUs, and is 1 on CPUs."""
+    """Return number and size of the engines. The default number fills all GPUs, and is 1 on CPUs."""
     chosen, cluster = section_of(config), config.cluster
     places = cluster.gpus_per_node // chosen.tensor_parallel_size * cluster.num_nodes if cluster.gpus_per_node else 1
     return EngineSize(

@@ -34,9 +34,9 @@ CPU_DELTA_NET_SIZES = (64, 128)
 """Sizes of keys and values (equal) for which `chunk_gated_delta_rule_cpu` has a kernel. Others fail at the first
 request."""
 CPU_DELTA_NET_TAPS = 4
-"""Only convolutions with this number of taps are packed at loading, but the kernel treats all as packed."""
+"""The only supported number of convolution taps: vLLM packs no other at loading, but its kernel reads all as packed."""
 TEXT_MODULES = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
-"""Text model -> its module, if that imports modules of image models, which need torchvision."""
+"""Text model -> its vLLM module. These modules import image models, which need torchvision."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 _OF_EXPERTS = re.compile(r"(.+\.experts)\.")
@@ -177,7 +177,10 @@ def set_environment(*, on_gpus: bool) -> None:
 
 
 def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no cover  (runs in the engine's process)
-    """Register the `TEXT_MODULES` among these classes. Their import needs torchvision, which the CPU build lacks."""
+    """Register with vLLM each of these classes that `TEXT_MODULES` lists.
+
+    A stand-in replaces torchvision, which their modules import and the CPU build lacks.
+    """
     for name in architectures:
         if name in TEXT_MODULES:
             with stand_in_for_torchvision():
@@ -188,7 +191,7 @@ def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no co
 
 
 def make_engine(arguments: Mapping[str, Any]) -> Any:
-    """Make an engine in this process."""
+    """Make a vLLM engine in this process."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
@@ -197,7 +200,10 @@ def make_engine(arguments: Mapping[str, Any]) -> Any:
 
 
 def window(engine: Any) -> int | None:
-    """Return twice the number of maximum-length sequences that fit in an engine's cache; None if unknown."""
+    """Return the number of requests to keep in an engine: twice the maximum-length sequences that fit in its cache.
+
+    None if this number is unknown.
+    """
     # Twice, because more of the shorter sequences fit, and some must wait in the engine to replace finished ones.
     cache, config = engine.vllm_config.cache_config, engine.vllm_config
     if not cache.num_gpu_blocks:
@@ -224,7 +230,7 @@ class PackedExperts:
             self._forget_layer(layer)
 
     def forget(self, tensor_name: str) -> None:
-        """Drop the kernel of the layer whose experts a tensor belongs to. A layer that gets no tensor keeps its own."""
+        """Drop the kernel of the layer whose experts a tensor belongs to. Layers without new tensors keep theirs."""
         if found := _OF_EXPERTS.match(tensor_name):
             self._forget_layer(found[1])
 
@@ -265,7 +271,7 @@ def held_experts(model: nn.Module) -> dict[str, set[int]]:
 
 
 def is_held(name: str, held: Mapping[str, set[int]]) -> bool:
-    """Return False for a tensor of another rank's expert. vLLM's loader would take 0.3 ms to skip it."""
+    """Return False for a tensor of another rank's expert, to save the 0.3 ms that vLLM's loader needs to skip it."""
     of_expert = _EXPERT.match(name)
     return of_expert is None or int(of_expert[2]) in held.get(of_expert[1], {int(of_expert[2])})
 
@@ -278,7 +284,7 @@ class StepCount:
 
 
 def count_steps(engine: Any, count: StepCount) -> None:
-    """Make an engine count its steps with tokens. A paused scheduler makes empty steps in an endless loop."""
+    """Make an engine count its steps with tokens, because a paused scheduler makes endless steps without tokens."""
     execute = engine.model_executor.execute_model
 
     def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -302,7 +308,10 @@ def broken_off(engine: Any) -> list[Any]:
 
 
 def waits_for_text(state: Any) -> bool:
-    """Return whether a request has stop strings, whose beginning a continuation would miss."""
+    """Return whether a request has stop strings, so that it must be completed before a pause.
+
+    Otherwise its continuation could miss a stop string that began before the pause.
+    """
     return bool(getattr(state.detokenizer, "stop", None))
 
 
@@ -313,7 +322,7 @@ def sleeping_parts(engine: Any) -> list[str]:
 
 @dataclass
 class PromptTemperature:
-    """Temperature of the log-probs of prompt tokens. Prompt tokens are not sampled."""
+    """Temperature of the log-probs of prompt tokens, which do not pass the sampler and its temperature."""
 
     value: float = 1.0
 

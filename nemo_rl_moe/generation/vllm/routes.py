@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording of the routed experts of every token that a vLLM engine computes, by request and position.
 
-All of vLLM's releases, model runners and Triton kernels call the callback of its routers. It copies into one buffer on
-the device, so that a captured CUDA graph includes the copy. Python reads the buffer once per step. vLLM's own report
-(`enable_return_routed_experts`) needs its other model runner, whose sampler cannot return log-probabilities at the
-temperature.
+All of vLLM's releases, model runners and Triton kernels call the callback of its routers. The callback copies into
+one buffer on the device, so that a captured CUDA graph includes the copy. Python reads the buffer once per step. vLLM's
+own report (`enable_return_routed_experts`) needs its other model runner, whose sampler cannot return log-probabilities
+at the temperature.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.routing.replay import UNKNOWN
 
 _FIRST_TOKENS = 256
-"""Initial capacity of a request's rows, in tokens. It doubles as needed."""
+"""Initial capacity, in tokens, for the routes of a request. The capacity doubles as needed."""
 
 
 @dataclass
@@ -41,10 +41,10 @@ class _Step:
 
 
 class RouteRecorder:
-    """Routes of the requests of a model runner, recorded on the engine's first rank (`reports`).
+    """Routes of the requests of a model runner. Only an engine's first rank records them (`reports` is true).
 
-    On GPUs it must be created before CUDA graphs are captured. A forward pass raises a GenerationError if the routers
-    of some MoE layers report nothing.
+    On GPUs the recorder must be created before CUDA graphs are captured. A forward pass raises a GenerationError if the
+    routers of some MoE layers report nothing.
     """
 
     def __init__(self, runner: Any, *, reports: bool = True):
@@ -93,7 +93,7 @@ class RouteRecorder:
         return whole
 
     def _note(self, position: int, experts: Tensor) -> None:
-        """Copy a router's choice to the buffer. A CUDA graph that captures this repeats it at each replay."""
+        """Copy a router's choice to the buffer. A CUDA graph that captures the copy repeats it at each replay."""
         if self._buffer is None:
             shape = (int(self._runner.max_num_tokens), self.num_layers, experts.shape[1])
             self._buffer = torch.full(shape, UNKNOWN, dtype=torch.int16, device=experts.device)
@@ -120,7 +120,10 @@ class RouteRecorder:
         self._step = _Step(requests, starts, done, rows, copied)
 
     def _settle(self) -> None:
-        """Store the routes of the last step by request. Its copy has finished by now: the tokens are sampled."""
+        """Store the routes of the last step by request.
+
+        Their copy to the host has finished by now, because the tokens of the step have been sampled.
+        """
         if self._step is None:
             return
         step, self._step = self._step, None

@@ -24,9 +24,9 @@ from nemo_rl_moe.generation.refit import reason_of
 from nemo_rl_moe.generation.vllm.actors import PROGRESS, EngineActor, EngineActors
 
 LOOK_S = 0.05
-"""Seconds until a newly started stream is listened to."""
+"""Maximum seconds of one wait for results. Streams that start meanwhile are included in the next wait."""
 POLL_S = 2.0
-"""Seconds between two questions for the progress of engines."""
+"""Seconds between two checks of the engines' progress."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Serving:
     """Serving of requests by the present engines.
 
     Args:
-        prepare: Wakes the engines and gives them weights if needed; returns the version of the weights. It gives up
-            engines that are lost meanwhile.
+        prepare: Wakes the engines and gives them weights if needed; returns the version of the weights. Also gives
+            up engines that are lost meanwhile.
     """
 
     def __init__(self, actors: EngineActors, prepare: Callable[[], int]):
@@ -93,7 +93,10 @@ class Serving:
         self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Serve until no request waits. This begins once all tasks that are already scheduled have made requests."""
+        """Serve requests until none waits.
+
+        As a new task, this begins after the tasks that are already scheduled have made their requests.
+        """
         try:
             self.drain()
             most_lost = self._actors.num_lost + 2 * self._actors.number

@@ -50,7 +50,10 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _linear_weight(module: Any) -> Tensor | None:
-    """Return a linear layer's packed weights, as its outputs for the identity; None if unpacked or too wide."""
+    """Return the weights of a linear layer that has packed them, by applying the layer to the identity matrix.
+
+    Return None if the weights are not packed, or the layer is too wide for this.
+    """
     # Exact: all products are with 0 and 1.
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
     widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))

@@ -39,7 +39,8 @@ class VllmSettings:
     """Settings of one engine, sent to its actor. See also `VllmConfig`.
 
     Attributes:
-        model_files: Name -> content of the files of the model's folder. It has no weights: all come from the trainer.
+        model_files: Name -> content of the files of the model's folder. The folder has no weights, because the
+            trainer sends them.
         decodes_text: Whether to load the tokenizer from `model_files`, for stop strings.
         max_tokens: Maximum length of a sequence, prompt included.
         seed: Seed of the engine's random generator, which requests share on GPUs. On CPUs each request has its own
@@ -154,7 +155,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return os.getpid()
 
     def window(self) -> int | None:
-        """Return the number of requests that the engine should have at a time, some waiting; None for no limit."""
+        """Return the number of requests to keep in the engine, including waiting ones; None for no limit."""
         return releases.window(self._engine)
 
     def num_steps(self) -> int:
@@ -165,7 +166,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._added.put(requests)
 
     def break_off(self, is_wanted: bool) -> None:
-        """Make `generate` return each sequence with its tokens so far, until called with False."""
+        """Make `generate` return each sequence with its tokens so far (True), or complete sequences again (False)."""
         if is_wanted:
             self._breaks_off.set()
         else:
@@ -265,7 +266,10 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return dict(found)
 
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
-        """Receive weights on all ranks of the engine; return the problem or None."""
+        """Receive weights on all ranks of the engine; return the problem or None.
+
+        `first_receiver` is the number of the engine's first rank among all receivers of the transfer.
+        """
         try:
             problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.image_settings))
             # The scheduler would reuse image embeddings of the old tower.

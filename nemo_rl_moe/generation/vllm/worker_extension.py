@@ -13,7 +13,7 @@ from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
 
 class WorkerExtension:
-    """An empty extension. Importing this module installs the recorder."""
+    """An empty extension, by which vLLM imports this module. The import installs the recorder of routed experts."""
 
 
 def _with_recorder(load_model: Any) -> Any:

@@ -60,7 +60,7 @@ class DriverSetup:
 
     @property
     def run_wide(self) -> TemplateInputs:
-        """Inputs of the chat template that are the same for all prompts, without tools."""
+        """Inputs of the chat template that are the same for all prompts, except definitions of tools."""
         return run_wide_inputs([], self.config.data.chat_template_kwargs)
 
     def continuation(self) -> Continuation:
@@ -149,7 +149,10 @@ def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> Promp
 
 
 def described_tools(driver: ToolsConfig) -> Tools:
-    """Return the tools of an environment for the driver of the run. Tools of MCP servers cannot be called there."""
+    """Return the tools of an environment, for the run's main process.
+
+    Tools of MCP servers cannot be called there, only in the tool workers.
+    """
 
     def elsewhere(**arguments: object) -> object:
         raise NotImplementedError("tools of servers are called in the tool workers")

@@ -66,7 +66,10 @@ _with_towers: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """Return the family of a Hugging Face configuration. For a vision-language model it must be flattened."""
+    """Return the family of a Hugging Face configuration.
+
+    Requires that the configuration of a vision-language model is flattened (`VisionFamily.flattened`).
+    """
     vision = VISION_FAMILIES.get(hf_config.model_type)
     if vision is None:
         return family_of_type(hf_config.model_type)
@@ -98,7 +101,7 @@ def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
 
 
 def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
-    """Return the family of a `model_type` of a text model or decoder. `section` is its place in `config.json`."""
+    """Return the family of a `model_type` of a text model or decoder. Messages prefix the field with `section`."""
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         if (refused := REFUSED.get(str(model_type))) is not None:

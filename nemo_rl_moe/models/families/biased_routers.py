@@ -50,7 +50,7 @@ SHARED_EXPERTS = decoder.swiglu("mlp.shared_experts", "mlp.shared_experts")
 
 
 def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
-    """Return the fields of sigmoid scores with an expert bias."""
+    """Return the TransformerConfig fields of routers with sigmoid scores and an expert bias."""
     if hf_config.num_experts_per_tok < 2:
         raise ConfigurationError(
             f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for {family}: 2 or more"
@@ -66,19 +66,19 @@ def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the fields of expert groups. Their values are None if a token may use all groups."""
+    """Return the TransformerConfig fields of expert groups. Their values are None if a token may use all groups."""
     groups, usable = hf_config.n_group, hf_config.topk_group
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
         raise ConfigurationError(
-            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
-            f"{groups} groups"
+            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in the {usable} "
+            f"of {groups} groups that a token may use"
         )
     return {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": usable if limited else None}
 
 
 def layer_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of MoE layers, shared experts, and the precision and scaling of scores."""
+    """Return the TransformerConfig fields of MoE layers, shared experts, and precision and scaling of router scores."""
     return {
         "moe_layer_freq": moe_layer_pattern(hf_config),
         "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
@@ -91,7 +91,7 @@ def layer_fields(hf_config: Any) -> dict[str, Any]:
 def moe_layer_pattern(hf_config: Any) -> list[int]:
     """Return 0 for each of the first, dense layers and 1 for each MoE layer.
 
-    transformers uses `mlp_layer_types` if a family has it, and engines use `first_k_dense_replace`.
+    Raises an error if `mlp_layer_types` (used by transformers) and `first_k_dense_replace` (used by engines) differ.
     """
     num_layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "mlp_layer_types", None)
     num_dense: Any = getattr(hf_config, "first_k_dense_replace", None)
@@ -116,9 +116,9 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
 
 
 def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
-    """Return pattern of tensors -> reason why they are unused, for `number` multi-token prediction layers.
+    """Return pattern of tensors -> reason why they are unused, for the `number` multi-token prediction layers.
 
-    These layers follow the model's layers.
+    Their indices come after the indices of the decoder layers.
     """
     first_extra = hf_config.num_hidden_layers
     extra_layers = range(first_extra, first_extra + max(number or 0, 0))

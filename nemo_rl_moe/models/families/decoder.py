@@ -105,7 +105,7 @@ def _refuse_keys(parameters: Mapping[str, Any], unknown: Collection[str]) -> Non
 
 
 def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) -> None:
-    """Raise an error for a partial rotation that the family does not support, or that would scale a part of a score."""
+    """Raise an error if the family does not support a partial rotation, or if YaRN would scale a part of a head."""
     factor, key = rotary_percent(hf_config), "policy.model_name: config.json: rope_parameters"
     if factor == 1.0:
         return
@@ -144,7 +144,7 @@ def decoder_fields(hf_config: Any, *, rotates_part: bool = False, has_mrope: boo
     Megatron-Core.
 
     Args:
-        rotates_part: Whether the family can rotate a part of each head. Its record then has `rotary_percent`.
+        rotates_part: Whether the family can rotate a part of each head. Its `ModelFamily` then sets `rotary_percent`.
         has_mrope: Whether the family is the text part of a family with positions in time, height and width.
     """
     if not has_mrope:
@@ -200,10 +200,11 @@ SOFTMAX_ROUTER_FIELDS: Mapping[str, str | None] = {
 def stacked_swiglu_experts(
     prefix: str, *, is_transposed: bool = False
 ) -> tuple[list[list[Source]], list[list[Source]]]:
-    """Return alternatives for an expert's first and second matrix: stacked over experts, as newer transformers do.
+    """Return the sources of an expert's first and second matrix in files that stack all experts in one tensor.
 
-    The stacked shapes are `[E, 2F, H]` and `[E, H, F]`. Released files of some families have `[E, H, 2F]` and
-    `[E, F, H]` (`is_transposed`). `prefix` is the Hugging Face name of the experts.
+    With E experts, intermediate size F and hidden size H, the shapes are `[E, 2F, H]` and `[E, H, F]`. Released
+    files of some families have `[E, H, 2F]` and `[E, F, H]` (`is_transposed`). `prefix` is the Hugging Face name of
+    the experts.
     """
     gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
     gate_and_up = [Source(gate_up, is_stacked=True, is_transposed=is_transposed)] * 2

@@ -72,6 +72,6 @@ class KeyHeadRows:
 
 
 def _by_key_head(hf_config: Any) -> tuple[tuple[int, int], list[int]]:
-    """Return the number of rows per key head in each of the two tensors, and in each section."""
+    """Return the number of rows per key head in each of Qwen3-Next's two projections, and in each section of them."""
     sizes = [rows // hf_config.linear_num_key_heads for rows in _projected_rows(hf_config)]
     return (sum(sizes[:4]), sum(sizes[4:])), sizes

@@ -93,4 +93,4 @@ _OTHER_QUERIES = {
     False: ("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj"),
     True: ("self_attention.linear_q_proj",),
 }
-"""Whether the queries of a model with latent attention have a latent -> query projections that the model lacks."""
+"""Query projections that a model with latent attention lacks, by whether it computes queries from a latent."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def field_names(text: str) -> frozenset[str]:
-    """Return the names in a text."""
+    """Return the names that a text lists, separated by blank space."""
     return frozenset(text.split())
 
 
@@ -82,7 +82,7 @@ class ConfigFields:
 
 
 def _problem_with(name: str, value: Any) -> str | None:
-    """Return the problem of a number in a `config.json` that no family allows, or None."""
+    """Return the problem if no family allows this number as value of the `config.json` field `name`, else None."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"got {value}, expected a finite number"
     least = 1 if name in _NEVER_ZERO else 0
@@ -117,7 +117,7 @@ class TensorLayout(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Concatenated rows. All parts have the same number of rows."""
+    """Concatenated rows of the source tensors, which all have the same number of rows."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
@@ -128,7 +128,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """One source with alternating gate and up rows. In the parameter all gate rows come before all up rows."""
+    """One source tensor with alternating gate and up rows. In the parameter all gate rows come before all up rows."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat([parts[0][0::2], parts[0][1::2]])
@@ -139,7 +139,7 @@ class InterleavedRows:
 
 @dataclass(frozen=True)
 class QueryGroups:
-    """Queries, keys and values: for each query group its query heads, then its key head, then its value head."""
+    """Joined queries, keys and values: for each query group its query heads, then its key head, then its value head."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         heads_per_group, head_dim = heads_of(hf_config)

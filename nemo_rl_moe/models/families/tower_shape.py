@@ -79,6 +79,6 @@ class TowerShape:
 
 
 def _squares(length: int, window: int) -> int:
-    """Return the number of pairs along one side of an image that is split into windows. The last may be narrower."""
+    """Return the sum of squared window widths along one side of an image. The last window may be narrower."""
     whole, rest = divmod(length, window)
     return whole * window**2 + rest**2

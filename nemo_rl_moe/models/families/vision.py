@@ -44,7 +44,8 @@ class VisionFamily:
         decoder: The decoder's family, or None if `text_config` names the family.
         config_fields: Fields of `config.json` outside its sections. Flattened configurations keep the fields in `read`.
         tower_fields: Fields of `vision_config`.
-        decoder_name: Function of a tensor's name in the decoder as a text model that returns the name in files.
+        decoder_name: Function that takes a decoder tensor's name in files of a text model, and returns the name in
+            files of this family.
         prefixes: Prefix of canonical names of tower and projector -> prefix in files.
         projector: Prefixes of the projector's canonical names. Other names under `vision.` belong to the tower.
         build: Function that builds tower and projector.
@@ -111,7 +112,12 @@ class VisionFamily:
     def embed(
         self, tower: nn.Module, pixels: UInt8[Tensor, " bytes"], sizes: Sequence[tuple[int, int]], hf_config: Any
     ) -> TowerOutput:
-        """Return the output of tower and projector for images. `pixels` are their RGB bytes, on the tower's device."""
+        """Return the output of tower and projector for images.
+
+        Args:
+            pixels: Concatenated RGB bytes of the images, on the tower's device.
+            sizes: Height and width of each image in pixels.
+        """
         parts = pixels.split([height * width * 3 for height, width in sizes])
         images = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
         return self.encode(tower, images, hf_config)
@@ -138,7 +144,7 @@ class VisionFamily:
 
 
 def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
-    """Return the decoder's part of a `config.json`: its section, or without one all fields except the full model's."""
+    """Return the decoder's fields of a `config.json`: its `text_config`, or else the fields of a text model."""
     if vision is None:
         return config_json
     section = config_json.get("text_config")

@@ -62,10 +62,11 @@ def get_moe_metrics(
     of a fixed shape with a row for each of Megatron-Core's auxiliary losses, so a pipeline stage without MoE layers
     takes part too. A layer has a loss if a rank recorded a value other than 0.
 
-    A configuration determines names and layers, and an enabled loss without a record is 0. With a recorder, the same
-    all-reduce includes the load, also of image tokens if the recorder distinguishes them. Overload factors are computed
-    in the group of ranks that exchange tokens. The all-reduce includes the factors' sums, and a second all-reduce their
-    maxima. The size of both does not depend on the number of ranks and microbatches.
+    With `config`, the model's configuration determines the names of the losses and their layers, and an enabled loss
+    that no router recorded is 0. With `recorder`, the same all-reduce includes the load, also of image tokens if the
+    recorder distinguishes them. Overload factors are computed in the group of ranks that exchange tokens. The
+    all-reduce includes the factors' sums, and a second all-reduce their maxima. The size of both does not depend on the
+    number of ranks and microbatches.
 
     Args:
         loss_scale: `1 / num_microbatches`, with the number of microbatches per step and data-parallel rank.

@@ -34,11 +34,14 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
 def overload_of_rank(
     recorder: ExpertLoadRecorder, config: TransformerConfig, what_if_sizes: Sequence[int]
 ) -> tuple[OverloadSums, Float[Tensor, ""]]:
-    """Return this rank's part of the sums of a step's overload, and the highest of `cumulative_peak_ratios`.
+    """Return this rank's part of the sums of a step's overload, and the ranks' highest peak of held assignments.
 
-    The overload is that of the run's expert-parallel size and of the sizes `what_if_sizes`. Every rank calls it. The
-    ranks that exchange tokens sum their counts, and divide the (microbatch, layer) pairs among themselves. For sizes
-    above the run's, these groups of ranks exchange counts too. Neither collective makes the host wait for the GPU.
+    The overload is that of the run's expert-parallel size and of the sizes `what_if_sizes`. The peak is relative to
+    balanced loads (`cumulative_peak_ratios`). Every rank calls it.
+
+    The ranks that exchange tokens sum their counts, and divide the (microbatch, layer) pairs among themselves. For
+    sizes above the run's, these groups of ranks exchange counts too. Neither collective makes the host wait for the
+    GPU.
     """
     chunks = moe_positions_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())
     held = [position for layers in chunks for position in layers]
@@ -65,9 +68,12 @@ def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
 def _counts_of_slice(
     recorder: ExpertLoadRecorder, held: Sequence[int], *, num_blocks: int
 ) -> Int[Tensor, "microbatches held blocks"]:
-    """Return the assignments to blocks of experts, summed over the ranks that exchange tokens (a slice).
+    """Return the number of assignments to each block of consecutive experts, summed over a slice.
 
-    Blocks are so small that no expert-parallel size splits a block.
+    A slice is a group of ranks that exchange tokens. Blocks are so small that no expert-parallel size splits a block.
+
+    Args:
+        held: Indices of this stage's layers among the model's MoE layers.
     """
     own = recorder.counts.index_select(1, _on(held, recorder.counts))
     # int32 can count the tokens of any microbatch.
@@ -81,9 +87,10 @@ def _counts_of_slice(
 def _share(
     counts: Int[Tensor, "events blocks"], *, exchange: bool
 ) -> tuple[Int[Tensor, "slices share blocks"], Int[Tensor, " share"]]:
-    """Return the events, (microbatch, layer) pairs, that this rank evaluates, and the events' indices.
+    """Return the counts of the events that this rank evaluates, and the indices of these events.
 
-    With `exchange`, the rank gets its events' counts of all slices, otherwise of its slice alone.
+    An event is a (microbatch, layer) pair, and a slice is a group of ranks that exchange tokens. With `exchange`, the
+    counts are those of all slices. Otherwise they are those of this rank's slice.
     """
     # Ranks of a slice take events in turn, and so do slices after an exchange. All shares have the same length: some
     # are padded with empty events after the last event.

@@ -90,7 +90,7 @@ class TrainableModel(ModelWorkers):
         """Take one optimizer step for each global batch in `batch`, and return the results."""
         self._require_heads(loss_function)
         size = self._policy.train_global_batch_size
-        batch = batch.with_shared_in(self._images)
+        batch, shared = self._sharing(batch.with_shared_in(self._images))
         plan = plan_microbatches(
             batch.lengths.tolist(),
             num_data_parallel_ranks=self._data_parallel_size,
@@ -100,6 +100,7 @@ class TrainableModel(ModelWorkers):
             group_size=batch.group_size,
             sample_sizes=batch.sample_sizes,
             images=image_patches(batch, self._num_patches),
+            shared=shared,
         )
         starts = [*batch.first_rows_of_samples()[::size], len(batch)]
         global_batches = [batch.select(range(start, end)) for start, end in pairwise(starts)]
@@ -216,7 +217,7 @@ class MegatronPolicy(TrainableModel):
     """The policy of a run: a trainable model that also generates, or sends its weights to engines.
 
     Attributes:
-        gpu: Model of the memory of a GPU that the policy's ranks and engines share.
+        gpu: Account of the memory of a GPU that the policy's ranks and the engines share. It checks each phase's use.
     """
 
     def __init__(
@@ -334,7 +335,11 @@ class MegatronPolicy(TrainableModel):
     ) -> WeightTransport:
         """Return a transport of the current weights to one engine, as a context manager.
 
-        `generation.refit.refit` explains the arguments.
+        Args:
+            altered: Whether to send weights that differ from the policy's in every tensor, for the refit check.
+            whole: Whether to send frozen weights too, even if the engine has them.
+            then: Called after the ranks have been asked to send. The ranks execute requests of
+                `then` after sending.
         """
         send = partial(self._send_weights, altered, then)
         # Over NCCL rank 0 sends for all ranks: each sender would need a communicator with buffers in all receivers.
@@ -356,7 +361,7 @@ class MegatronPolicy(TrainableModel):
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
     def probe_adapters(self, is_on: bool) -> None:
-        """Give the adapters other values if `is_on` is true. Otherwise restore their own values bit by bit."""
+        """Give the adapters other values for a refit check if `is_on` is true. Otherwise restore their own values."""
         self._workers.call_all(MegatronModel.begin_probe if is_on else MegatronModel.end_probe)
 
     def _transfer_folder(self) -> Path:

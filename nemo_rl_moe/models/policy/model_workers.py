@@ -3,6 +3,7 @@
 """The driver's side of a model. It splits batches among the data-parallel ranks and calls the workers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, TypeVarTuple, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
-from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards, shared_with_previous
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -35,6 +36,8 @@ from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.start_rank import start_rank
 
+LEAST_SAVED = 1 / 3
+"""Share of a batch's tokens that shared prefixes must save with `policy.shared_prefix: auto`."""
 Share = TypeVar("Share")
 Further = TypeVarTuple("Further")
 Result = TypeVar("Result")
@@ -141,8 +144,8 @@ class ModelWorkers:
         """Start `logprobs` after the workers' pending calls. Return a function that waits for the result.
 
         Args:
-            by_one_copy: Whether to use only the ranks of one data-parallel copy, if the copy has all experts. With few
-                sequences, the cost of a pass on a rank hardly depends on their number.
+            by_one_copy: Whether to use only the ranks of one data-parallel copy, if the copy has all experts. For few
+                sequences this saves work, because their number hardly changes the cost of a rank's pass.
             reference: Whether to use the reference model, which must have been kept.
         """
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
@@ -221,8 +224,12 @@ class ModelWorkers:
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Return a plan of microbatches for `num_copies` data-parallel ranks (default: all), and the filled batch."""
-        batch = batch.with_shared_in(self._images)
+        """Return the microbatches of `num_copies` data-parallel ranks (default: all), and the batch with filler rows.
+
+        Filler rows repeat sequences, so that all ranks have the same number of microbatches. Their results do not
+        count.
+        """
+        batch, shared = self._sharing(batch.with_shared_in(self._images))
         plan = plan_evaluation(
             batch.lengths.tolist(),
             num_data_parallel_ranks=num_copies or self._data_parallel_size,
@@ -230,8 +237,18 @@ class ModelWorkers:
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
             images=image_patches(batch, self._num_patches),
+            shared=shared,
         )
         return plan, append_fillers(batch, plan.fillers)
+
+    def _sharing(self, batch: TokenBatch) -> tuple[TokenBatch, list[int]]:
+        """Decide whether the batch shares prefixes. Return it with this choice, and `shared` of `plan_microbatches`."""
+        if self._policy.shared_prefix is False:
+            return batch, []
+        shared = shared_with_previous(batch)
+        if self._policy.shared_prefix == "auto" and sum(shared) < LEAST_SAVED * int(batch.lengths.sum()):
+            return batch, []
+        return replace(batch, shares_prefixes=True), shared
 
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
@@ -247,9 +264,9 @@ class ModelWorkers:
         return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
 
     def _to_ranks(self, shares: Sequence[Share], *further: *Further) -> Sequence[tuple[Share, *Further] | None]:
-        """Return each worker's arguments: the share of its data-parallel rank, and `further`.
+        """Return each worker's arguments: the part (`shares`) for its data-parallel rank, and `further`.
 
-        If there are fewer shares than data-parallel ranks, the last ranks get None.
+        If there are fewer parts than data-parallel ranks, the last ranks get None.
         """
         ranks = [place.data_parallel_rank for place in self._coordinates]
         return [(shares[rank], *further) if rank < len(shares) else None for rank in ranks]
@@ -280,7 +297,7 @@ def _has_its_own_experts(megatron: MegatronConfig) -> bool:
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, without fillers, and 0 on padding."""
+    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, 0 on padding, without filler rows."""
     first = by_rank[0][0]
     result = first.new_zeros((*filled.input_ids.shape, *first.shape[2:]))
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):

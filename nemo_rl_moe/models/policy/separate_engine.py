@@ -129,7 +129,7 @@ def _batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping
 
 
 def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
-    """Return the policy's section for a rank with the full model. It has no adapters if merged weights arrive."""
+    """Return the policy's section for a rank with the full model, without adapters if merged weights arrive."""
     sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
     stages = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     layout = {f"{name}_parallel_size": 1 for name in sizes} | dict.fromkeys(

@@ -85,9 +85,10 @@ def divide_by_spread_of_step(
     values: Float[Tensor, "groups generations"],
     takes_part: Bool[Tensor, "groups generations"],
 ) -> Float[Tensor, "groups generations"]:
-    """Return the advantages over the sample standard deviation of a step's values, plus `STANDARD_DEVIATION_FLOOR`.
+    """Return advantages divided by the sample standard deviation of all `values` of a step.
 
-    Values of responses that are alone in their group do not count.
+    `STANDARD_DEVIATION_FLOOR` is added to the deviation. Values of responses that are alone in their group do not
+    count.
     """
     compared = takes_part & (takes_part.sum(dim=1) > 1)[:, None]
     return advantages / (values[compared].std() + STANDARD_DEVIATION_FLOOR) if bool(compared.any()) else advantages

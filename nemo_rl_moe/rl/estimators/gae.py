@@ -10,4 +10,4 @@ from nemo_rl_moe.rl.estimators.interface import Estimator
 from nemo_rl_moe.rl.estimators.reinforce import reinforce_advantages
 
 GAE = Estimator("gae", reinforce_advantages, baseline="none")
-"""Before values exist, the advantage is the reward. It is what GAE gives with values of 0 and no discount."""
+"""Before values exist, the advantage is the reward. GAE gives the same with values of 0 and no discount."""

@@ -50,7 +50,7 @@ def _weighted(inputs: EstimatorInputs) -> dict[str, Float[Tensor, "groups genera
 
 def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that there are named rewards, and that no setting changes only their sum, such as reward shaping."""
-    reason = "with grpo.adv_estimator.name gdpo, which compares each named reward apart"
+    reason = "with grpo.adv_estimator.name gdpo, which compares each named reward separately"
     if all(env.reward_weights is None for env in config.env.environments.values()):
         yield f"env.reward_weights: got null, expected a weight for each reward {reason}"
     for key, is_on in (

@@ -41,7 +41,7 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
 
 
 def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the estimator reads the switches that are on, and check the estimator's own rules."""
+    """Check that the estimator reads each changed setting in `SWITCHES`, and check the estimator's own rules."""
     chosen = config.grpo.adv_estimator
     estimator = ESTIMATORS.get(chosen.name)
     if estimator is None:  # a custom function may read all of them

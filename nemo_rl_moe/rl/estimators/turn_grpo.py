@@ -52,7 +52,10 @@ def turn_grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups gener
 
 
 def any_turn_differs(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
-    """Return which groups have a turn with an advantage. Equal rewards may be earned in different turns."""
+    """Return which groups have a turn with an advantage other than 0.
+
+    A group may have one even if all its rewards are equal, because the responses may earn them in different turns.
+    """
     return (turn_advantages(inputs, divides=False) != 0).flatten(1).any(dim=1)
 
 

@@ -22,7 +22,7 @@ class _Response:
     Attributes:
         keys: Keys of all messages, the response included.
         prompted: The messages before the response, with their tokens.
-        sequence: The sequence that has the response, whose tokens end before index `size`.
+        sequence: The sequence with the response. The tokens of the response end before index `size`.
     """
 
     keys: tuple[MessageKey, ...]
@@ -69,13 +69,14 @@ class Branches:
 
         Raises:
             TooLong: A response would have no room. Nothing has changed.
-            NoExtension: No tokens are known for the messages.
+            NoExtension: There is no chat template, or a message has the text of a control token that cannot be
+                tokenized as plain text.
             RecordError: The chat template does not show the messages.
         """
         number, limit = num_characters((request.messages, request.tools)), self._session.max_tokens
         if number > most_characters(limit):
             raise TooLong(
-                f"messages and tools have {number:,} characters, which leaves no room for a response below {limit:,}"
+                f"messages and tools have {number:,} characters, so no response fits into the limit of {limit:,}"
                 " tokens (policy.max_total_sequence_length)"
             )
         earlier = self._earlier(request)
@@ -89,7 +90,12 @@ class Branches:
         return Place(request, self._session.begin_sequence(extension.token_ids, request.messages), extension)
 
     def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
-        """Add a response whose tokens the sequence has now. `message` is the response as the agent gets it."""
+        """Record a response, so that later requests can continue it.
+
+        Args:
+            place: Result of `place` for the request. Its sequence must already include the tokens of the response.
+            message: The response as the agent gets it.
+        """
         keys = (*map(key_of, place.request.messages), key_of(message))
         tools, sequence = place.request.tools, place.sequence
         self._responses.append(_Response(keys, tools, place.prompted, token_ids, sequence, len(sequence)))
@@ -120,6 +126,6 @@ class Branches:
         size, limit = size_before + len(extension.token_ids), self._session.max_tokens
         if size >= limit:
             raise TooLong(
-                f"the messages have {size:,} tokens, which leaves no room for a response below {limit:,}"
+                f"the messages have {size:,} tokens, so no response fits into the limit of {limit:,}"
                 " (policy.max_total_sequence_length)"
             )

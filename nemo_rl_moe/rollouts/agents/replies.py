@@ -140,7 +140,7 @@ def _is_encodable(call: ToolCall) -> bool:
 def _before_calls(
     text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
 ) -> str:
-    """Return the text before the first call. Formats do not return the position of a call."""
+    """Return the text before the first call. It is searched, because formats do not return the position of a call."""
     # A binary search, as the text from a position on has all calls only if the position is before the first call.
     first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
 

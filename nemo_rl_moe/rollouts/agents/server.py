@@ -22,18 +22,18 @@ from nemo_rl_moe.rollouts.agents.replies import as_events
 HOST = "127.0.0.1"
 MOST_BODY_BYTES = 64 << 20
 MOST_NESTED = 100
-"""Deepest nesting of lists and objects in a body. Code that reads a body is recursive."""
+"""Deepest nesting of lists and objects in a body. It is limited because code that reads a body is recursive."""
 _CLOSING_LIMIT_S = 20.0
 
 Ask = Callable[[object], "Future[dict[str, Any]]"]
-"""Returns the future reply to the body of a request. It is called in the server's thread, and must not block."""
+"""Returns a future of the reply to the body of a request. It is called in the server's thread, and must not block."""
 Unread = Callable[[object, dict[str, Any]], object]
 """Takes body and reply of a request whose client disconnected before it read the reply."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_of_us(record: logging.LogRecord) -> bool:
-    """Return False for an error of a request that is not HTTP. Any process of the machine can send such requests."""
+    """Return False for log records on requests that are not HTTP, because any process of the machine can send them."""
     return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
 
 

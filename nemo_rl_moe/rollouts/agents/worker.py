@@ -40,7 +40,10 @@ class Program(Protocol):
         """Return the number of agents that run in a process at the same time. If above 1, they must be coroutines."""
 
     def load(self) -> Callable[[AgentTask], object]:
-        """Return a function of a task. It returns an `AgentResult`, a reward, a reward and a bool, or an awaitable."""
+        """Return the function that runs a task.
+
+        The function returns an `AgentResult`, a reward, a reward and a bool, or an awaitable of one of these.
+        """
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,10 @@ def main() -> None:  # pragma: no cover
 
 
 async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -> None:  # pragma: no cover
-    """Run tasks as coroutines of one loop until the connection is closed. A number with None cancels that task."""
+    """Run tasks as coroutines of one loop until the connection is closed.
+
+    A message is a task's number with the task. A number with None instead cancels the task with this number.
+    """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 

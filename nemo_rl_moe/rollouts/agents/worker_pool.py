@@ -40,7 +40,7 @@ class AgentEnd:
 
     Attributes:
         score: The score that the agent returned. If None, the reward function scores the last response.
-        fault: None unless the agent failed.
+        fault: Reason why the agent failed. None if it did not fail.
         metrics: Further numbers that the agent returned.
     """
 
@@ -73,7 +73,7 @@ class _Process(ChildProcess):
         self.reader.start()
 
     def run(self, task: AgentTask) -> "tuple[int, Future[AgentEnd]]":
-        """Start an agent, and return its number and its future end."""
+        """Start an agent. Return its number in this process, and a future of its end."""
         future: Future[AgentEnd] = Future()
         with self._sending:
             number = next(self._numbers)
@@ -107,7 +107,7 @@ class _Process(ChildProcess):
             while True:
                 number, answer = json.loads(self.connection.recv_bytes())
                 if not isinstance(answer, dict) or not ("error" in answer or _is_result(answer)):
-                    raise ValueError("the agent has written to the process's own connection")
+                    raise ValueError("the agent has written to the connection between its process and the run")
                 end = end_of(answer)
                 self._asked.pop(number).set_result(end)
         except Exception:  # the process ended, or an agent wrote to the connection
@@ -142,7 +142,7 @@ class _Place:
 
 
 class AgentRun:
-    """A share of a process for one agent, from its start to its end."""
+    """The slot of one agent in a process, held from the start of the agent to its end."""
 
     def __init__(self, workers: "AgentWorkers", place: _Place):
         self._workers, self._place = workers, place
@@ -151,7 +151,7 @@ class AgentRun:
         self._is_closed = False
 
     def start(self, task: AgentTask) -> "Future[AgentEnd]":
-        """Start the agent, and return its future end."""
+        """Start the agent, and return a future of its end."""
         found: Future[AgentEnd] = Future()
 
         def finish(end: "Future[AgentEnd]") -> None:
@@ -258,7 +258,10 @@ class AgentWorkers:
         self.shutdown()
 
     def lease(self) -> "Future[AgentRun]":
-        """Return the future share of a process. Shares are granted in order. Always pass it to `give_back`."""
+        """Return a future of a slot for one agent in a process.
+
+        Futures get their slots in the order of the calls. Pass each future to `give_back`, even if it has no slot yet.
+        """
         future: Future[AgentRun] = Future()
         with self._lock:
             if self._is_stopped:

@@ -26,7 +26,7 @@ STEPS_SHOWN = 8
 
 
 class StateRecorder:
-    """Consecutive intervals of states.
+    """Recorder of the states of an engine or trainer, as consecutive intervals of time.
 
     Args:
         state: The first state.
@@ -44,7 +44,7 @@ class StateRecorder:
             self._state = state
 
     def take(self) -> list[Interval]:
-        """Return and forget the intervals up to now, at least one."""
+        """Return the intervals since the last call, at least one, and remove them from the recorder."""
         self._end()
         found, self._intervals = self._intervals, []
         return found or [Interval(self._state, self._since_s, self._since_s)]

@@ -41,9 +41,10 @@ class Bounds:
         return self.max_staleness if self.target_lag is None else self.target_lag
 
     def most_admitted(self, version: int) -> int:
-        """Return the maximum number of groups, counted from version 0, that may be consumed or live at a version.
+        """Return how many groups may have been admitted since version 0 when the weights have this version.
 
-        Training consumes all these groups, first come first served, at most `lag` optimizer steps after this version.
+        The number counts groups that were trained on, run or wait in the queue. Training consumes all of them in order,
+        at most `lag` (`target_lag`, or `max_staleness` if it is None) optimizer steps after this version.
         """
         return ((version + self.lag) // self.updates_per_step + 1) * self.groups_per_step
 
@@ -84,7 +85,8 @@ class Admission:
     def resumed(bounds: Bounds, version: int, finished: int = 0) -> "Admission":
         """Return the counts at the start of a run, or of a run resumed after `version` optimizer steps.
 
-        The groups of the earlier steps count as consumed. Otherwise as many groups would be admitted at once.
+        The groups of the earlier steps count as consumed. Otherwise the run would admit that many additional groups at
+        once.
 
         Args:
             finished: Number of groups that are restored into the queue.

@@ -78,7 +78,8 @@ class Dispatcher:
     the call waits.
 
     Args:
-        make_group: Generates the group of a ticket. An error cancels the group, or ends the run.
+        make_group: Generates the group of a ticket (a prompt with its weight version). An error cancels the group, or
+            ends the run.
         policy: Selects the groups of a step, and rejects stale groups.
         partial: Treatment of groups that run when weights change.
         deadline_s: Seconds after which a group is cancelled, pauses of the engines included. None for no limit.
@@ -129,7 +130,7 @@ class Dispatcher:
 
     @property
     def running(self) -> list[Ticket]:
-        """Tickets of groups that are not finished, in the order of their prompts."""
+        """Tickets (prompts with weight versions) of unfinished groups, in the order of the prompts."""
         return [live.ticket for live in self._in_order() if live.finished is None]
 
     @property
@@ -168,7 +169,7 @@ class Dispatcher:
         """
         began_s = _now()
         if version < self.version:
-            raise ValueError(f"version {version} is trained while the engines have {self.version}")
+            raise ValueError(f"weights of version {version} are trained, but the engines already have {self.version}")
         while True:
             self._changed.clear()
             if self._error is not None:
@@ -212,11 +213,11 @@ class Dispatcher:
         Args:
             version: Version (number of optimizer steps) of the new weights.
 
-            Raises:
-                ValueError: The weights are older than the engines' weights.
+        Raises:
+            ValueError: The weights are older than the engines' weights.
         """
         if version < self.version:
-            raise ValueError(f"version {version} came after {self.version}")
+            raise ValueError(f"weights of version {version} came after version {self.version}")
         self.version, self._is_updating = version, False
         for live in self._live.values():
             if live.task is None and live.finished is None:
@@ -228,8 +229,8 @@ class Dispatcher:
     async def stop(self) -> tuple[Cancellation, ...]:
         """Cancel all groups, including those in the queue. Return the cancellations that no batch has reported.
 
-        A pending update may still call `updated`. Call `state` before `stop`: afterwards the queue is empty, and its
-        prompts count as open.
+        After `stop`, `updated` may still be called for a pending update. Requires that `state` is called before, if at
+        all, because `stop` empties the queue, so that its prompts would count as not generated.
         """
         self._is_stopped = True
         for live in list(self._live.values()):
@@ -258,7 +259,10 @@ class Dispatcher:
             live.timer = loop.call_later(self._deadline_s, self._ending_the_run, self._expire, live)
 
     def _ending_the_run(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call a function whose error ends the run. The loop would only log it, and the trainer would wait forever."""
+        """Call a function whose error ends the run.
+
+        The event loop would only log the error, so that the trainer would wait forever.
+        """
         try:
             callback(*args)
         except Exception as error:
@@ -295,7 +299,7 @@ class Dispatcher:
 
     @property
     def _may_be_replaced(self) -> bool:
-        """Whether the bound of dynamic sampling and the prompts left allow to replace a group."""
+        """Whether dynamic sampling may replace a group: its bound is not reached, and enough prompts are left."""
         dynamic, size = self._dynamic_sampling, self.bounds.groups_per_step
         return (
             dynamic is not None

@@ -40,13 +40,13 @@ class Ticket:
     """Permission to generate the group of one prompt.
 
     Attributes:
-        position: Index of the prompt in the order of all epochs. It identifies a live group.
+        position: Index of the prompt in the order of all epochs. It identifies a group that runs or waits in the queue.
         version: Version (number of optimizer steps) of the weights at the dispatch of the group, or at its last
             restart.
         admitted_version: Version (number of optimizer steps) of the weights at the admission of the group. The age for
             policies counts from here, so that restarts do not postpone a long group forever.
         attempt: Number of earlier cancelled groups of this prompt.
-        num_faults: Number of these groups that failed or took too long.
+        num_faults: Number of earlier groups of this prompt that failed or took too long.
         lost_s: Seconds of generation lost by restarts.
     """
 

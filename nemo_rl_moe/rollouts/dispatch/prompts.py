@@ -56,7 +56,11 @@ class QueueState:
         return [position for position in range(self.num_taken) if position not in others]
 
     def keeping(self, is_kept: Callable[[Finished], bool], version: int) -> "QueueState":
-        """Return the state at a version with the kept finished groups only. The other prompts are open again."""
+        """Return the state at a version without some finished groups. The prompts of these groups are generated again.
+
+        Args:
+            is_kept: Returns whether a finished group remains in the queue.
+        """
         kept, opened = list[Finished](), list(self.open)
         for found in self.queue:
             if is_kept(found):
@@ -68,31 +72,32 @@ class QueueState:
 
 
 def drawn_again(state: QueueState, version: int, is_usable: Callable[[Group], bool]) -> QueueState:
-    """Return a state for a run with other settings. Finished groups that it cannot train on are generated again.
+    """Return a state for a run with other settings. Groups on which this run cannot train are generated again.
 
     Args:
         state: State in a checkpoint.
-        version: Version (number of optimizer steps) of the checkpoint's weights by the run's settings. If it differs
-            from the state's, the ages in the queue are meaningless, and all groups are generated again.
+        version: Version of the checkpoint's weights: the number of its training steps, times this run's optimizer steps
+            per training step. If it differs from the state's version, the ages in the queue are meaningless, and all
+            groups are generated again.
         is_usable: Returns whether the run can train on a group.
     """
     return state.keeping(lambda found: version == state.version and is_usable(found.group), version)
 
 
 class TicketSource(Protocol):
-    """Source of tickets: `PromptFeed`, or `ReplayedFeed` in `schedule.py`."""
+    """Source of tickets, the permissions to generate a group: `PromptFeed`, or `ReplayedFeed` in `schedule.py`."""
 
     @property
     def num_left(self) -> int:
-        """Number of prompts that have no ticket now and may get one later."""
+        """Number of prompts whose groups are not dispatched now and may be dispatched later."""
         ...
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket at a version. None if there is none now."""
+        """Return the next ticket, for engines with weights of this version. None if there is no ticket now."""
         ...
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group. Return whether it is given up."""
+        """Take back the prompt of a cancelled group. Return whether the prompt is given up."""
         ...
 
     def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
@@ -100,7 +105,7 @@ class TicketSource(Protocol):
         ...
 
     def restore(self, state: QueueState) -> None:
-        """Continue from a state. Called before the first ticket."""
+        """Continue from a state. Called before the first `next`."""
         ...
 
 

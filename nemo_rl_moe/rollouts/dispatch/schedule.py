@@ -110,7 +110,7 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
                 live[version].add(group.position)
 
     def choose(view: QueueView) -> Sequence[int]:
-        """Choose the groups of the recorded step once all groups that were live then are finished."""
+        """Choose the groups of the recorded step, once all groups that were dispatched by then are finished."""
         ready = {group.position for group in view.ready}
         return consumed[view.version] if live[view.version].issubset(ready) else []
 
@@ -122,7 +122,7 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
 
 def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
     if any(len(step.groups) != bounds.groups_per_step for step in schedule):
-        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
+        raise DataError(f"the schedule has a step with more or fewer than this run's {bounds.groups_per_step} groups")
     for before, step in pairwise(schedule):
         if step.version != (expected := before.version + bounds.updates_per_step):
             raise DataError(
@@ -133,7 +133,7 @@ def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
     for step in schedule:
         for group in step.groups:
             if group.version > step.version or group.position in seen:
-                what = "is trained on twice" if group.position in seen else f"begins at version {group.version}"
+                what = "is trained on twice" if group.position in seen else f"is dispatched at version {group.version}"
                 raise DataError(
                     f"the schedule's prompt {group.position} {what}, in the step that trains version {step.version}"
                 )
@@ -141,7 +141,7 @@ def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
 
 
 class ReplayedFeed:
-    """A ticket source that dispatches the groups of a schedule, each at its version.
+    """A `TicketSource` that permits the groups of a schedule to run, each at its recorded version.
 
     Args:
         schedule: The recorded steps, from version 0 on.
@@ -166,7 +166,7 @@ class ReplayedFeed:
         return len(self._waiting) + len(self._returned)
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket of a version. None if all its groups have been dispatched."""
+        """Return the ticket of the next group at a version. None if all groups of the version have been dispatched."""
         if self._returned:
             return self._returned.pop(0)
         if not self._waiting or self._waiting[0].version > version:
@@ -175,7 +175,11 @@ class ReplayedFeed:
         return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group, to generate it as the same attempt again. Return False."""
+        """Take back the prompt of a cancelled group, to generate the same attempt again.
+
+        Returns:
+            False, as no prompt is given up.
+        """
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             raise UserError(

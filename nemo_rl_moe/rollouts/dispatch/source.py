@@ -111,7 +111,7 @@ class SampledGroups:
         return self._run(in_loop(lambda: self.dispatcher.is_used_up))
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the groups of the next step. The source must not be used up.
+        """Return the groups of the next step. Requires that the source is not used up.
 
         Args:
             step: Number of completed steps.

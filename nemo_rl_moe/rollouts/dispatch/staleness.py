@@ -87,7 +87,13 @@ POLICIES: Mapping[str, Choose] = {"in_order": in_order, "windowed": windowed, "r
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """A policy function with the rules on staleness. `name` is its name in messages."""
+    """A policy function (`choose`), together with two rules that hold for every policy.
+
+    Stale groups are never trained on. With `on_stale: wait`, groups are trained on before they become stale.
+
+    Attributes:
+        name: Name of the policy in messages.
+    """
 
     choose: Choose
     bounds: Bounds
@@ -97,7 +103,7 @@ class StalenessPolicy:
     def stale(self, groups: Sequence[LiveGroup], version: int) -> list[int]:
         """Return the positions of groups that are too old to be trained on at a version.
 
-        With `wait` there are none, unless a run was resumed with a smaller bound.
+        With `on_stale: wait` no group is too old, unless a run was resumed with a smaller bound.
         """
         return [group.position for group in groups if self.bounds.is_stale(group.admitted_version, version)]
 
@@ -119,7 +125,10 @@ class StalenessPolicy:
         return sorted(chosen)
 
     def _claims(self, groups: Sequence[LiveGroup], version: int) -> Iterator[tuple[Sequence[LiveGroup], int]]:
-        """Yield growing sets of groups, the most urgent first, each with the fewest that this step must take."""
+        """Yield sets of groups, each with the smallest number of its groups on which this step must train.
+
+        The first set has the most urgent groups. Each further set also contains the groups of the set before.
+        """
         # Of the groups that become stale after `n` further steps, these steps train on at most `n * groups_per_step`,
         # and this step must train on the rest.
         size = self.bounds.groups_per_step

@@ -20,7 +20,7 @@ class MessageHistory:
     Otherwise another sequence begins.
 
     Args:
-        session: No other code may add to it.
+        session: Session of the trajectory. No other code may add messages to it.
 
     Attributes:
         begins_in_thinking: Whether the prompt of the last response has opened a think block.
@@ -52,7 +52,10 @@ class MessageHistory:
         return await self._session.generate()
 
     def note_response(self, message: Message) -> None:
-        """Remember the last response in the form that the code gets, as the code sends it back in that form."""
+        """Remember the last response as the message that the caller's code gets.
+
+        The code sends this message back in its next request, so `respond` can recognize the continued conversation.
+        """
         self._known.append(_known(message))
         self._has_answered = True
 

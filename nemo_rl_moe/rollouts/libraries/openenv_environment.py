@@ -101,7 +101,7 @@ class OpenEnvRollout:
         return found
 
     async def _step(self, session: Session, client: Any, text: str) -> Any:
-        """Take a step, and return its result. The conversation shows the step as a call in the response."""
+        """Take a step, and return its result. The transcript shows the step as a tool call of the response."""
         action = {self._config.action_key: answer_in(text, self._config.answer_after).strip()}
         name, began_s = f"step{len(session.turns)}", time.monotonic()
 

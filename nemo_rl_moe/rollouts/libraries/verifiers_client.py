@@ -83,7 +83,7 @@ class SessionClient(Client):
         )
 
     def note_end(self, messages: Sequence[Any]) -> None:
-        """Note the final conversation of the environment. It may have results after the last response."""
+        """Record results of tool calls that follow the last response in the final conversation of the environment."""
         if self._wire is not None:
             self._wire.note_results(map(_as_mapping, messages))
 
@@ -111,7 +111,7 @@ class SessionClient(Client):
         """Do nothing: the session belongs to the run."""
 
     def _calls(self, turn: Turn, tools: Sequence[Any]) -> list[ToolCall]:
-        """Return the calls in a response without malformed ones, as servers of models do."""
+        """Return the well-formed calls in a response. Malformed calls are dropped, as by model servers."""
         if self._format is None or self._wire is None or not tools:
             return []
         schemas = {tool.name: properties_of(tool.parameters) for tool in tools}

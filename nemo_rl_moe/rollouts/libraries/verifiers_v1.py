@@ -67,7 +67,7 @@ def load_environment(driver: VerifiersV1Config) -> Any:
 
 
 def check_taskset(driver: VerifiersV1Config) -> None:
-    """Check that a taskset can be played, and the settings of the validation taskset."""
+    """Check that a taskset can be played, and check the settings of the validation taskset."""
     if isinstance(driver.validation, Mapping):
         _environment_config(driver, "taskset", "validation")
     load_environment(driver)
@@ -103,10 +103,13 @@ def _chosen(taskset: Any, driver: VerifiersV1Config, source: PromptSourceConfig,
     if not taskset.bounded:
         key = f"data.{'train' if trains else 'validation'}.num_items"
         if source.num_items is None:
-            raise ConfigurationError(f"{key}: got null, expected a number of tasks, as {driver.id} has no end")
+            raise ConfigurationError(
+                f"{key}: got null, expected a number of tasks, as the taskset {driver.id} is infinite"
+            )
         if held_out:
             raise ConfigurationError(
-                f"{_KEY}.validation: got {held_out}, but {driver.id} has no end, and thus no last tasks to hold out"
+                f"{_KEY}.validation: got {held_out}, but the taskset {driver.id} is infinite, so it has no last"
+                " tasks to hold out"
             )
         return list(islice(taskset, source.num_items))
     tasks = list(taskset)
@@ -123,7 +126,9 @@ def _chosen(taskset: Any, driver: VerifiersV1Config, source: PromptSourceConfig,
 
 def _record(data: Any, sample_id: str) -> PromptRecord:
     if data.prompt is None:
-        raise RecordError("prompt is null: a user of the environment would open the conversation, expected a prompt")
+        raise RecordError(
+            "prompt is null, so the environment's simulated user would begin the conversation; expected a prompt"
+        )
     item = data.model_dump(mode="json")
     given = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else item["prompt"]
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
@@ -202,7 +207,7 @@ class _Player:  # pragma: no cover
 
 
 def _run_chat_programs_here() -> None:  # pragma: no cover
-    """Run the chat program of the harnesses `null` and `bash` with this Python, which has its packages.
+    """Run the chat program of the harnesses `null` and `bash` with this Python, which has the program's packages.
 
     The library would make a Python environment for this program with uv, which needs a package index.
     """
@@ -221,7 +226,10 @@ def _run_chat_programs_here() -> None:  # pragma: no cover
 
 
 def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
-    """Check sections of taskset settings (default: `taskset`), and return the configuration with the last section."""
+    """Check sections of taskset settings (default: `taskset`), and return the environment's configuration.
+
+    The configuration has the settings of the last of the `sections`.
+    """
     _require_library()
     _require_taskset(driver.id)
     from verifiers.v1.configs.agent import AgentConfig
@@ -250,7 +258,10 @@ def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
 
 
 def _problems(section: str, kind: Any, settings: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each setting that the library refuses, if it is one of the section's `own`."""
+    """Yield a line for each setting that the library refuses.
+
+    Settings that the section takes over from another section are omitted: only those in `own` are reported.
+    """
     try:
         kind.model_validate(deepcopy(settings))
     except ValidationError as error:

@@ -215,7 +215,7 @@ class ServerConnection:
         return "code that a trajectory has started" if remote is None else remote.session.trajectory.label
 
     def _where(self) -> str:
-        """Return the line that blocks the process, from the main thread's stack, the last one in the file."""
+        """Return the line of code that blocks the process, from the file's last stack, which is the main thread's."""
         self._stack.seek(0)
         *_, last = self._stack.read().decode(errors="replace").split("(most recent call first):")
         frames = _FRAME.findall(last)

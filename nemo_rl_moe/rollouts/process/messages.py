@@ -102,12 +102,12 @@ class Handle:
 
 @dataclass
 class KeptValues:
-    """Values of one trajectory that stay in the run: model inputs by name, and sources of rows."""
+    """Values of one trajectory that stay in the run: model inputs by name, routed experts and sampling masks."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
     def dumps(self, message: ToProcess) -> bytes:
-        """Serialize a message with handles instead of sources of rows."""
+        """Serialize a message with handles instead of routed experts and sampling masks."""
 
         def reduce(value: Any) -> Any:
             if not isinstance(value, Piece):

@@ -112,7 +112,7 @@ class EnteredTrajectory:
 
 
 class _Steps(Coroutine[Any, Any, Trajectory]):
-    """A coroutine that notes its trajectory as entered while it runs."""
+    """A trajectory's coroutine that stores the trajectory's number in `EnteredTrajectory` while its code runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Trajectory], number: int, entered: EnteredTrajectory):
         self._coroutine, self._number, self._entered = coroutine, number, entered
@@ -219,7 +219,7 @@ class EnvironmentServer:
     """Runs trajectories until the run closes the connection.
 
     Args:
-        stack: File descriptor for the stack of code that blocks the process.
+        stack: File descriptor to which the call stack is written if code blocks the process.
     """
 
     def __init__(self, settings: ProcessSettings, environment: Environment, entered: EnteredTrajectory, stack: int):
@@ -261,7 +261,7 @@ class EnvironmentServer:
 
 
 async def _settled() -> None:
-    """Wait until trajectories that got a resource from this one, such as an agent's process, have resumed."""
+    """Wait until trajectories to which the caller has freed a resource, such as an agent's process, have resumed."""
     # Their requests are sent first, so that they are in the same batch in lockstep as the next request of this one.
     for _ in range(SETTLING_TURNS):
         await asyncio.sleep(0)

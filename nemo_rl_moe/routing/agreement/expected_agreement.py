@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on the disagreement between captured routes and routers, which hold for any run from its first step.
 
-Rounding and a few updates change only near ties. So a layer agrees far beyond chance, and in the rows that differ the
-last chosen expert scores close to the first one not chosen. Both hold in every number format.
+Rounding and a few updates change a router's choice only at near ties. So captured routes and router agree far beyond
+chance, and if they differ for a token, its last chosen expert scores close to the first one not chosen. Both hold in
+every number format.
 """
 
 from collections.abc import Sequence
@@ -16,23 +17,24 @@ from nemo_rl_moe.routing.agreement.statistics import AgreementTotals, agreement_
 from nemo_rl_moe.shapes import Bool
 
 _CLEAR_SHARE, _LEAST_CLEAR_ROWS = 0.25, 200
-"""Clear rows have the widest margins. They are at least this share of a layer's rows outside the narrowest class, and
-at least this number of rows.
+"""Clear rows are the rows with the widest margins between chosen and unchosen experts: at least this share of a layer's
+rows outside the narrowest class of margins, and at least this number of rows.
 """
 _LEAST_DIFFERING, _OF_ALL_ROWS = 0.05, 0.75
-"""Margins do not explain the differences if at least this share of the clear rows differs, and at least this fraction
-of the differing share of all rows.
+"""Near ties do not explain the differences if the share of clear rows that differ is at least the first number, and at
+least this fraction (the second number) of the share of all rows that differ.
 """
 _TIES_ALONE = 0.5
-"""Near ties explain the differences if the differing share outside the narrowest class is at most this fraction of the
-differing share of all rows.
+"""Near ties explain the differences if, outside the narrowest class of margins, the share of differing rows is at most
+this fraction of the share of differing rows over all classes.
 """
 
 
 def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Report the layers whose captured routes agree with the routers by little more than chance, as one anomaly.
 
-    The agreement of such a layer is below the middle between chance and 1 by at least 0.1 and six standard errors.
+    The agreement of such a layer is below the middle between chance and 1, by more than 0.1 and by more than six
+    standard errors.
     """
     kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
     if found := foreign_capture(kappa):
@@ -48,14 +50,14 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
         return []
     numbers = ", ".join(str(layers[place]) for place in low.tolist())
     text = (
-        f"the routes of layer{'s' if len(low) > 1 else ''} {numbers} are not those of these tokens: they agree in"
-        f" {agreement[low].mean():.3f} of the experts, by chance it would be {chance[low].mean():.3f}"
+        f"the routes of layer{'s' if len(low) > 1 else ''} {numbers} are not those of these tokens: they agree with"
+        f" the routers in {agreement[low].mean():.3f} of the experts, and would in {chance[low].mean():.3f} by chance"
     )
     return [RoutingAnomaly("unrelated", text, int(layers[low[0]]) if len(low) == 1 else None)]
 
 
 def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
-    """Return True for layers whose differing rows mostly have the narrowest margins, so that near ties explain them."""
+    """Return True for layers whose differing rows mostly have the narrowest margins, so near ties explain them."""
     margins = totals.margins.numpy()
     usable, differing = margins.sum(1).T
     of_others, differing_of_others = margins[:, 1:].sum(1).T
@@ -63,10 +65,11 @@ def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
 
 
 def clear_differences(totals: AgreementTotals, layers: Sequence[int]) -> dict[str, float]:
-    """Return metrics of the layer whose clear rows differ most. Empty if margins explain the differences.
+    """Return metrics of the layer whose clear rows differ most. Empty if near ties explain the differences.
 
-    Clear rows are in the widest classes of margins. Neither rounding nor a few updates is the cause if at least 5% of
-    the clear rows differ, and at least three quarters of the differing share of all rows.
+    Clear rows have the widest margins between chosen and unchosen experts. A layer counts if the share of its clear
+    rows that differ is at least 5%, and at least three quarters of the share of all its rows that differ. Then neither
+    rounding nor a few updates is the cause.
     """
     margins = totals.margins.numpy()
     found: dict[str, float] = {}

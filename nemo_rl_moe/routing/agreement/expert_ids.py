@@ -19,14 +19,15 @@ import numpy as np
 from nemo_rl_moe.shapes import Bool, Float, Int
 
 _MOST_KAPPA = 0.75
-"""Highest agreement beyond chance, over all rows, of an id that may be renumbered."""
+"""Highest agreement beyond chance (kappa), over all rows, of an expert id that may be renumbered."""
 _LEAST_AFTER, _LEAST_KAPPA_AFTER = 0.75, 0.5
-"""Least agreement of renumbered ids, plain and beyond chance."""
+"""Least agreement of ids after renumbering, as a share and beyond chance (kappa)."""
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _CLEAR_LEAD = 0.5
-"""Gain in agreement that suffices for a few ids of a permutation, whatever their number of rows."""
+"""Gain in agreement, as a share, from which a cycle of ids counts as renumbered even if it has few rows."""
 _LEAST_ROWS, _LEAST_OF_EITHER, _MOST_AGREED = 36, 12, 0.25
-"""Limits for two ids that are taken as exchanged because of their counts alone."""
+"""Limits for two ids that their counts alone show as exchanged: least tokens with each id, least tokens with it in the
+capture and in the router's choice each, and highest share of tokens with both."""
 _MOST_NAMED = 4
 
 
@@ -52,19 +53,19 @@ class Renumbering:
         text = f"captured expert ids are a permutation of the router's ({', '.join(named[:_MOST_NAMED] + more)})"
         if self.after is None:
             return f"{text}: the router chooses these in {self.before:.3f} of their rows"
-        return f"{text}: agreement {self.before:.3f} becomes {self.after:.3f} under it"
+        return f"{text}: agreement {self.before:.3f} becomes {self.after:.3f} after renumbering"
 
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Counts of one layer over all rows of a step, per expert."""
+    """Numbers of tokens of one layer in a step, per expert: captured, chosen by the router, and both."""
 
     captured: Int[np.ndarray, " experts"]
     live: Int[np.ndarray, " experts"]
     agreed: Int[np.ndarray, " experts"]
 
     def seldom_agree(self, topk: int) -> tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]:
-        """Return captured ids that the router seldom chooses for the same rows, and the reverse for router's ids."""
+        """Return captured ids that the router seldom chooses for the same tokens, and chosen ids seldom captured."""
         rows = max(self.captured.sum() / topk, 1)
         found = []
         for counts, others in ((self.captured, self.live), (self.live, self.captured)):
@@ -75,7 +76,9 @@ class ExpertCounts:
         return found[0], found[1]
 
     def exchanged(self) -> dict[int, int]:
-        """Return two exchanged ids, each -> the other, with equal counts, if all other ids agree. Otherwise empty."""
+        """Return {one: other, other: one} if only two ids disagree, and the router chooses each about as often as the
+        other is captured. Otherwise return an empty dictionary.
+        """
         most = np.maximum(self.captured, self.live)
         (found,) = np.nonzero((most >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * most))
         others = np.delete(np.stack([self.agreed, self.captured]), found, 1).sum(1)
@@ -83,7 +86,7 @@ class ExpertCounts:
             return {}
         captured, live = self.captured[found], self.live[found][::-1]
         fewest = np.minimum(captured, live)
-        # If one text is repeated, a near tie gives rows of one id alone.
+        # If one text is repeated, a near tie yields many rows with one of the ids and none with the other.
         if (fewest < _LEAST_OF_EITHER).any() or (np.abs(captured - live) > _LEAST_LEAD * fewest).any():
             return {}
         one, other = found.tolist()
@@ -121,7 +124,7 @@ def find_renumbering(
 
 @dataclass(frozen=True)
 class _Together:
-    """Number of rows of a sample with each captured id, with each id of the router, and with each pair of both."""
+    """Number of sampled tokens with each captured id, with each id chosen by the router, and with each pair of them."""
 
     ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]
     both: Float[np.ndarray, "some others"]
@@ -138,7 +141,7 @@ class _Together:
         live: Float[np.ndarray, "rows experts"],
         ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]],
     ) -> "_Together":
-        """Count the rows of a part of a sample."""
+        """Count tokens (rows) with the captured ids `ids[0]`, with the router's ids `ids[1]`, and with each pair."""
         named, chosen, same = captured[:, ids[0]], live[:, ids[1]], live[:, ids[0]]
         return cls(
             ids, named.T @ chosen, named.sum(0), chosen.sum(0), (named * same).sum(0), same.sum(0), len(captured)
@@ -152,8 +155,8 @@ class _Together:
     def partners(self) -> dict[int, int]:
         """Return captured id -> router's id, for pairs of different ids that are each other's single best partner.
 
-        The best partner has the largest ratio of rows with both ids to rows with either id (a popular expert co-occurs
-        with every other), and must beat the id itself by `_LEAST_LEAD`.
+        The best partner has the largest ratio of tokens with both ids to tokens with either id, because a popular
+        expert co-occurs with every other. This ratio must exceed that of the id with itself by `_LEAST_LEAD`.
         """
         overlap = _overlap(self.both, self.captured[:, None], self.live)
         itself = _overlap(self.itself, self.captured, self.itself_live)
@@ -163,7 +166,7 @@ class _Together:
         return {int(self.ids[0][row]): int(self.ids[1][column]) for row, column in zip(*np.nonzero(only), strict=True)}
 
     def under(self, router_ids: Mapping[int, int]) -> "_Renumbered":
-        """Return the agreement of the captured ids in `router_ids` with their partners."""
+        """Return the agreement of captured ids with the router's ids to which `router_ids` maps them."""
         rows = np.searchsorted(self.ids[0], list(router_ids))
         columns = np.searchsorted(self.ids[1], list(router_ids.values()))
         captured = self.captured[rows]
@@ -173,8 +176,8 @@ class _Together:
 
 
 class _Renumbered(NamedTuple):
-    """Share of the rows with some captured ids in which the router chooses their partners, the share by chance, and the
-    number of these rows.
+    """Agreement of renumbered ids: share of their tokens for which the router chooses the new id, the share by chance,
+    and the number of these tokens.
     """
 
     share: float
@@ -187,7 +190,7 @@ class _Renumbered(NamedTuple):
 
 
 def _overlap(both: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the number of rows with both ids over the number of rows with either id."""
+    """Return the number of tokens with both ids over the number of tokens with either id."""
     overlap: np.ndarray = both / np.maximum(some + others - both, 1)
     return overlap
 
@@ -198,13 +201,13 @@ def _num_highest(values: Float[np.ndarray, "some others"], axis: int) -> Int[np.
 
 
 def _halves(known: Bool[np.ndarray, "sequences tokens"]) -> tuple[Bool[np.ndarray, "sequences tokens"], ...]:
-    """Split known rows by sequence, so that repeats of a text are in one half. A single sequence is split by token."""
+    """Split known rows in two by sequence, since a sequence may repeat a text. A single sequence is split by token."""
     numbers = np.cumsum(known.any(1))[:, None] if known.any(1).sum() > 1 else np.arange(known.shape[1])
     return known & (numbers % 2 == 0), known & (numbers % 2 == 1)
 
 
 def _explained(router_ids: Mapping[int, int], together: _Together, counts: ExpertCounts) -> dict[int, int]:
-    """Return the part of a renumbering that makes the ids agree by more than chance."""
+    """Return only the cycles of a renumbering that make its ids agree clearly better, and beyond chance."""
     found: dict[int, int] = {}
     for chain in _chains(router_ids):
         after = together.under(chain)
@@ -219,7 +222,7 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
 
 
 def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, int]:
-    """Return the renumbering with the pair that closes its only open chain, if the counts of this pair fit."""
+    """Return the renumbering. A single open chain of ids is closed (last id -> first) if both ids are as frequent."""
     (*starts,) = router_ids.keys() - set(router_ids.values())
     (*ends,) = set(router_ids.values()) - router_ids.keys()
     if len(starts) != 1:
@@ -230,18 +233,18 @@ def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, in
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
-    """Return the agreement of ids and of their partners without renumbering, over all rows of the step."""
+    """Return the agreement with the router of ids before they are renumbered, over all rows of the step."""
     ids = sorted(router_ids.keys() | set(router_ids.values()))
     return float(counts.agreed[ids].sum() / max(counts.captured[ids].sum(), 1))
 
 
 def _lead(rows: float) -> float:
-    """Return the least significant difference between two shares of `rows` rows: 0.1, and six standard errors."""
+    """Return the smallest significant difference of shares of `rows` rows: 0.1 or, if larger, six standard errors."""
     return max(_LEAST_LEAD, _SIGMAS * 0.5 / rows**0.5)
 
 
 def _chains(router_ids: Mapping[int, int]) -> Iterator[dict[int, int]]:
-    """Yield the cycles of a partly known permutation, and the pieces of cycles."""
+    """Yield the cycles of a permutation. If it is only partly known, also yield the known pieces of cycles."""
     left = dict(router_ids)
     targets = set(router_ids.values())
     for start in sorted(router_ids, key=lambda one: (one in targets, one)):  # a piece from its beginning

@@ -10,11 +10,14 @@ from nemo_rl_moe.shapes import Bool, Int
 from nemo_rl_moe.token_lag import LAG_CLASSES, lag_classes
 
 LagCounts = Int[Tensor, "classes 2"]
-"""Number of usable rows by class of lag, and number of rows whose captured experts the routers would choose."""
+"""By class of lag: number of usable rows, and number of rows whose set of experts the routers would choose."""
 
 
 class LagAgreement:
-    """Counts of one step of training on one rank."""
+    """Counts of one training step on one rank, by lag: usable rows, and rows that the routers would choose as well.
+
+    A row has the captured experts of one token in one layer.
+    """
 
     def __init__(self, device: torch.device):
         self.counts: LagCounts = torch.zeros(len(LAG_CLASSES), 2, dtype=torch.long, device=device)
@@ -27,7 +30,7 @@ class LagAgreement:
         fed: Bool[Tensor, " tokens"],
         lags: Int[Tensor, " tokens"],
     ) -> None:
-        """Add the forward pass of some layers.
+        """Count the rows of the forward pass of some layers.
 
         Args:
             lags: Lag of the token that follows each row, `NO_LAG` if no model sampled it.
@@ -40,12 +43,12 @@ class LagAgreement:
 
 
 def live_agreement_key(lag_class: str) -> str:
-    """Return the metric's key for one of `LAG_CLASSES`."""
+    """Return the key of the agreement metric for one of `LAG_CLASSES`."""
     return f"routing/live_agreement_lag_{lag_class}"
 
 
 def lag_agreement_metrics(counts: LagCounts) -> dict[str, float]:
-    """Return the agreement of each class that has usable rows."""
+    """Return the agreement of routers with the capture, for each class of lag that has usable rows."""
     return {
         live_agreement_key(name): same / usable
         for name, (usable, same) in zip(LAG_CLASSES, counts.tolist(), strict=True)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts per data-parallel rank, to find a rank that gets no routes, or routes of another rank.
 
-Sums over all ranks hide the routes of one rank (AReno#524), so each rank adds its counts to one of 64 slots. In a
-larger job several ranks share a slot.
+In sums over all ranks, wrong routes of one rank do not show (AReno#524), so each rank adds its counts to one of 64
+slots. In a larger job several ranks share a slot.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from nemo_rl_moe.shapes import Int
 
 SLOTS = 64
 _LEAST_MISSING, _OTHERS_AT_MOST = 0.05, 0.25
-"""Least share of a rank's missing rows, and the largest fraction of that share that the other ranks may miss."""
+"""Least share of missing rows in a reported rank, and the other ranks' highest share as a fraction of it."""
 _LEAST_LEAD, _SIGMAS = 0.2, 6.0
 
 
@@ -30,14 +30,14 @@ class RankShare:
 
 
 def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
-    """Return the sums over a rank's layers in its slot, and 0 in other slots. The sum over all ranks has all slots."""
+    """Return the sums over a rank's layers in the rank's slot, and 0 elsewhere, to be added up over all ranks."""
     slots = rows.new_zeros(SLOTS, rows.shape[1])
     slots[data_parallel_rank % SLOTS] = rows.sum(0)
     return slots
 
 
 def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
-    """Return the only rank with missing rows: 5% of its rows or more, and four times the share of the others."""
+    """Return the rank that lacks at least 5% of its rows, and at least four times the share that other ranks lack."""
     rows = by_slot.numpy()
     found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
@@ -50,7 +50,8 @@ def rank_anomalies(
 ) -> list[RoutingAnomaly]:
     """Report the rank whose capture disagrees with its routers while the other ranks' captures agree.
 
-    Its agreement is lower by at least 0.2 and six standard errors. For these, a token counts once, not per layer.
+    Its agreement is lower by at least 0.2 and by at least six standard errors. In the standard error, a token counts
+    once, and not once per layer.
     """
     rows = by_slot.numpy()
     usable = rows[:, Row.USABLE]
@@ -62,20 +63,20 @@ def rank_anomalies(
         return []
     text = (
         f"{name_of(found.slot)} has routes that are not its tokens': its routers would choose them in"
-        f" {1 - found.share:.3f} of the rows, the other ranks' routers in {1 - found.of_others:.3f}"
+        f" {1 - found.share:.3f} of the rows, the other ranks' routers theirs in {1 - found.of_others:.3f}"
     )
     return [RoutingAnomaly("rank", text)]
 
 
 def rank_name(slot: int, num_ranks: int) -> str:
-    """Return the name of the data-parallel rank, or of all ranks of a larger job, that use a slot."""
+    """Return the name of the data-parallel rank that uses a slot. If several ranks share the slot, name all of them."""
     if num_ranks <= SLOTS:
         return f"data-parallel rank {slot}"
     return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
 
 
 def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
-    """Return the slot with the highest share, if at least two slots have rows."""
+    """Return the slot with the highest share `part / whole`. None unless at least two slots have rows."""
     has_rows = np.flatnonzero(whole)
     if len(has_rows) < 2:
         return None

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of repeated rows: a capture that gives one token's experts to the tokens after it.
+"""Detection of repeated rows: a capture that gives one token's experts to the tokens after it too.
 
-An engine that reads past the end of its buffer of routes repeats a well-formed row (sglang#36404: 67 times), and
-agreement falls only a little.
+An engine that reads past the end of its buffer of routes repeats a valid row (sglang#36404: 67 times), and the
+agreement of the capture with the routers falls only a little.
 """
 
 from enum import IntEnum
@@ -21,14 +21,14 @@ _SIGMAS = 6.0
 
 
 class Repeat(IntEnum):
-    """Kinds of counted tokens."""
+    """Kinds of tokens that are counted to detect rows that repeat the experts of the previous token."""
 
     CAPTURE = 0
-    """The capture repeats the row of the token before in every layer. The routers would choose other experts."""
+    """The capture repeats the experts of the previous token in every layer, and the routers would choose others."""
     ROUTER = 1
-    """The routers would repeat the row of the token before. The capture has another row."""
+    """The routers would repeat the experts of the previous token in every layer, and the capture has others."""
     FED = 2
-    """The model was fed the token. It counts once per chunk of layers."""
+    """The token was an input of the model. It counts once per chunk of layers."""
 
 
 class RepeatedRows:
@@ -43,7 +43,7 @@ class RepeatedRows:
         distance: int,
         follows: Bool[Tensor, " tokens"],
     ) -> None:
-        """Add the forward pass of some layers over a microbatch."""
+        """Count tokens that repeat the previous token's experts, in a pass of some layers over a microbatch."""
         of_capture_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
         here, before = of_capture_and_router[..., distance:], of_capture_and_router[..., :-distance]
         repeated = all_of((num_in_common(here, before) == len(live)).transpose(0, 1))
@@ -57,16 +57,17 @@ class RepeatedRows:
 
 
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
-    """Report repeated rows, by McNemar's test with six standard deviations.
+    """Report captured rows that repeat the experts of the previous token, by McNemar's test (six standard deviations).
 
-    If the routes belong to these tokens, `CAPTURE` and `ROUTER` are equally frequent. Their difference then has the
-    standard deviation `sqrt(capture + router)`.
+    If the routes belong to these tokens, repetitions in the capture alone (`Repeat.CAPTURE`) are as frequent as
+    repetitions by the routers alone (`Repeat.ROUTER`). The difference of the two counts then has the standard deviation
+    `sqrt(capture + router)`.
     """
     captured, by_router, fed = (int(counts[kind]) for kind in (Repeat.CAPTURE, Repeat.ROUTER, Repeat.FED))
     if captured - by_router <= _SIGMAS * (captured + by_router) ** 0.5:
         return []
     text = (
         f"{captured:,} of {fed:,} tokens carry the routes of the token before them in every layer, where routers would"
-        f" choose others; the other way round it is {by_router:,}"
+        f" choose others; only the routers repeat them for {by_router:,} tokens"
     )
     return [RoutingAnomaly("repeated", text)]

@@ -13,12 +13,12 @@ from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 from nemo_rl_moe.shapes import Bool, Int
 
 MOST_ENTRIES = 1 << 18
-"""Largest number of captured experts in joined passes. A larger pass is counted immediately, to hold no memory."""
+"""Largest number of captured experts in joined passes. A larger pass is counted immediately, to free its memory."""
 
 
 @dataclass(frozen=True)
 class ReplayedPass:
-    """Forward pass of some layers over one or several microbatches in a row.
+    """Forward pass of some layers over one or several successive microbatches, and the capture for its tokens.
 
     Attributes:
         distance: Number of positions from a token to the next one of the same sequence.

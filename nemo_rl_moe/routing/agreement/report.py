@@ -28,8 +28,8 @@ class CheckTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
-        by_slot: Rows of each rank, see `rows_by_rank`.
-        is_exact: Whether rollout and training compute in float32. With the same weights only near ties then differ.
+        by_slot: Counts of rows by kind (`Row`) and data-parallel rank, see `rows_by_rank`.
+        is_exact: Whether rollout and training compute in float32. If so, the same weights differ only in near ties.
     """
 
     repeats: Int[Tensor, " kinds"]
@@ -40,7 +40,7 @@ class CheckTotals:
     by_lag: LagCounts | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement by lag, and metrics that exist only in a step with a fault."""
+        """Return the agreement by lag of the tokens. A faulty step has more metrics, such as missing rows of a rank."""
         found = {} if self.by_lag is None else lag_agreement_metrics(self.by_lag)
         if self.is_exact and not self._has_older_weights:
             rows = self.by_slot.sum(0).tolist()
@@ -52,10 +52,10 @@ class CheckTotals:
         return found
 
     def anomalies(self, num_layers: int) -> list[RoutingAnomaly]:
-        """Report repeated rows and a rank with wrong routes.
+        """Report repeated rows (experts of the token before) and a data-parallel rank with wrong routes.
 
-        Ranks are compared only if one version of the weights chose all experts: rows of older weights agree less, and
-        one rank may have most of them.
+        Ranks are compared only if one version of the weights chose all experts. Otherwise one rank may have most of the
+        rows of older weights, which agree less.
         """
         found = repeat_anomalies(self.repeats)
         return found if self._has_older_weights else found + rank_anomalies(self.by_slot, num_layers, self._name_of)

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of captured routes: whether each row belongs to its layer, token and sequence.
+"""Identity of captured routes: whether the experts of each row belong to the row's layer, token and sequence.
 
-Counts cannot show this. So the captured routes of a few sequences are compared with the routers' choices at their own
-position, in every other layer, at the neighbouring tokens, and in the other sequences. Each of these is a *partner* of
-the captured routes. A wrong partner is reported if it agrees better than the right one, and beyond chance.
+Counts of rows cannot show this. So the captured routes of a few sequences are compared with the routers' choices at
+their own position, in every other layer, at the neighbouring tokens, and in the other sequences. Another layer, token
+or sequence is reported if it agrees better than the right one, and beyond chance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ _OWN = 0.5
 
 
 LEAST_KAPPA = 0.5
-"""Least agreement beyond chance of routes that belong together. Rollouts of weights many updates older have more than
-0.8, and rows of another layer, token or sequence have more than 0.9 with their right partner."""
+"""Least agreement beyond chance of captured routes with the routers to which they belong. With weights that are many
+updates older it is above 0.8. If layers, tokens or sequences were exchanged, it is above 0.9 with the right ones."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class RoutingAnomaly:
 
 
 class OneHot:
-    """A sample as one-hot rows, computed once for all comparisons. Counts of single experts are exact in float32.
+    """A sample as one-hot vectors over experts, computed once for all comparisons. float32 counts experts exactly.
 
-    A row is 0 if no router can choose it: it is unknown, or has an expert twice.
+    The vector of a token in a layer is 0 if its experts are unknown or contain an expert twice.
 
     Attributes:
-        has_live: Whether the routers' row is known, `[sequences, tokens, layers]`.
+        has_live: Whether the routers' choice is known, `[sequences, tokens, layers]`.
     """
 
     def __init__(self, sample: RouteSample, num_experts: int):
@@ -93,7 +93,7 @@ class Overlap(NamedTuple):
 
 
 def _may_belong_elsewhere(hot: OneHot) -> bool:
-    """Return False if every layer and every sequence agrees so well with its own routes that no partner can win."""
+    """Return False if every layer and every sequence agrees so well with its own routes that none can be exchanged."""
     counts = np.stack([np.einsum("stle,stle->stl", hot.capture, hot.live), hot.num_named * hot.has_live])
     matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
     return bool((_share(matches, known) <= 1 - _LEAST_LEAD).any())
@@ -118,9 +118,10 @@ def _layer_overlap(hot: OneHot) -> Overlap:
 
 
 def shift_overlap(hot: OneHot) -> Overlap:
-    """Return the share of a sequence's captured experts that routers would choose `SHIFTS` positions further.
+    """Return the share of a sequence's captured experts that routers would choose for the tokens at other positions.
 
-    A row per sequence, a column per shift. If the captured routes are one token late, the shift -1 wins.
+    The result has a row per sequence and a column per distance in `SHIFTS`: the token before, the same, the next. If
+    the captured routes are one token late, the first column is the highest.
     """
     length, columns = hot.capture.shape[1], []
     for shift in SHIFTS:
@@ -134,7 +135,7 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of sequence `i`'s captured experts that routers would choose at the same position of `j`."""
+    """Return the share of sequence `i`'s captured experts that routers choose at the same positions of sequence `j`."""
     number = len(hot.capture)
     matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
@@ -145,13 +146,14 @@ def sequence_overlap(hot: OneHot) -> Overlap:
 
 
 def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
-    """Return by how much each capture prefers its own sequence's live routes (1 if all are its own, near 0 if none),
-    and the number of compared rows.
+    """Return by how much better each sequence's captured routes agree with its own routers' choices than with those for
+    other sequences (1 if all routes are its own, near 0 if none), and the number of compared rows.
 
     Routes of another step or response agree a little with every sequence: texts begin alike, and some experts are
     popular. So a row counts only if the routers choose differently for another sequence at the same position. The
-    capture has `own` experts of its own sequence's choice and `other` experts of the other sequence's choice, and the
-    two choices share `common` experts. Then the ownership is `sum(own - other) / sum(topk - common)`.
+    ownership is `sum(own - other) / sum(topk - common)` over these rows: `own` is the number of captured experts in the
+    choice for the row's own sequence, `other` the number in the choice for the other sequence, and `common` the number
+    of experts in both choices.
     """
     # Pairs of a sequence and another one, at all positions at once.
     found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
@@ -179,8 +181,9 @@ def find_anomalies(
 ) -> list[RoutingAnomaly]:
     """Report captured rows that belong to another layer, token or sequence, or whose ids mean other experts.
 
-    A wrong partner wins if its overlap exceeds that of the right partner by at least 0.1 and six standard errors of a
-    share, and is at least 0.5 beyond chance.
+    Captured rows belong to another layer, token or sequence if they agree better with the routers' choices there than
+    with the choices for themselves, by at least 0.1 and by at least six standard errors of a share. In addition, their
+    agreement there, corrected for chance (kappa), must be at least 0.5.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
@@ -202,7 +205,7 @@ def find_anomalies(
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
-    """Return position of the layer -> renumbering, for the layers with a renumbering."""
+    """Return the renumbering of each layer whose expert ids are renumbered, by the layer's position."""
     if counts is None:
         both = (hot.capture * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
         counts = np.stack([of.sum((0, 1)) for of in (*both, hot.capture * hot.live)]).round().astype(np.int64)
@@ -257,12 +260,12 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
         return []
     own, others = (f"{number} of the experts" for number in _agreement_of(hot, found))
     whose = f"sequence{'s' if len(found) > 1 else ''} {_named(found, names)}"
-    text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own"
-    return [RoutingAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
+    text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own: they agree"
+    return [RoutingAnomaly("sequence", f"{text} with the routers in {own}, for other sequences in {others}")]
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
-    """Return the mean agreement of some captures with their own live routes, and with other sequences' routes."""
+    """Return the mean agreement of captured routes with the routers' choices for the same sequence, and for others."""
     overlap = sequence_overlap(hot).share[places]
     is_same = np.zeros(overlap.shape, dtype=bool)
     is_same[np.arange(len(places)), places] = True
@@ -270,7 +273,7 @@ def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
-    """Return the least significant difference between shares of `counts` rows: 0.1, and six standard errors."""
+    """Return the smallest significant difference of shares of `counts` rows: 0.1 or, if larger, six standard errors."""
     lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
     return lead
 
@@ -279,17 +282,17 @@ def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
     """Report a capture of different tokens, such as the previous step's, if the kappa over all rows shows it."""
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
-    text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
-    return [RoutingAnomaly("sequence", f"{text}, right ones in more than {LEAST_KAPPA}")]
+    text = f"the routes are not those of these tokens: their agreement with routers beyond chance is {slot_kappa:.3f}"
+    return [RoutingAnomaly("sequence", f"{text}, that of right routes above {LEAST_KAPPA}")]
 
 
 def _winners(
     overlap: Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
-    """Return (row, winning partner) for each row in which a wrong partner wins."""
+    """Return (row, highest column) of each row of an overlap in which a column other than `right` is clearly higher."""
     share, chance = overlap
     rows = np.arange(len(share))
-    # Without known routes no partner wins.
+    # In a row without known routes no column wins.
     best = np.where(np.isnan(share), -1.0, share).argmax(1)
     beyond_chance = share[rows, best] - chance[rows, best] >= LEAST_KAPPA * (1 - chance[rows, best])
     with np.errstate(invalid="ignore"):
@@ -298,7 +301,7 @@ def _winners(
 
 
 def _compared(shares: Float[np.ndarray, " partners"], right: int, best: int) -> str:
-    return f"they agree in {shares[best]:.3f} of the experts, with their own in {shares[right]:.3f}"
+    return f"they agree with routers there in {shares[best]:.3f} of the experts, with their own in {shares[right]:.3f}"
 
 
 def _named(places: Sequence[int], names: Sequence[str]) -> str:

@@ -9,24 +9,24 @@ MARGIN_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 
 
 class Row(IntEnum):
-    """Columns of the agreement statistics. A row is a token in a layer."""
+    """Kinds of captured rows: columns of the agreement statistics. A row has the experts of one token in one layer."""
 
     EXPECTED = 0
-    """Rows of tokens that the model was fed: all but the last one of a sequence."""
+    """Rows of tokens that were inputs of the model: all but the last token of a sequence."""
     USABLE = 1
-    """Names existing experts, each once."""
+    """The row names existing experts, each once."""
     MISSING = 2
-    """Expected, but consists of `UNKNOWN`."""
+    """The row is expected, but was not captured (consists of `UNKNOWN`)."""
     ZERO = 3
-    """Expert 0 in all slots: memory that was never written."""
+    """The row is expert 0 in all slots: memory that was never written."""
     DUPLICATED = 4
-    """Names an expert more than once, and is not `ZERO`."""
+    """The row names an expert more than once, and is not `ZERO`."""
     OUT_OF_RANGE = 5
-    """An id of no expert, or unknown ids among others."""
+    """The row has an id of no expert, or `UNKNOWN` among known ids."""
     UNEXPECTED = 6
-    """Usable, but of a token that the model was not fed: padding, or the last of a sequence."""
+    """The row is usable, but its token was no input of the model: padding, or the last token of a sequence."""
     TAKEN_SAME = 7
-    """The router took the captured set of experts. These are all usable rows under replay."""
+    """The router took the captured set of experts. Under replay, this holds for all usable rows."""
     LIVE_SAME = 8
     """The router would choose the captured set by itself."""
     LIVE_SLOTS = 9

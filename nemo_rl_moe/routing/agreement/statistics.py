@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement statistics of captured routes: the kinds of rows, and how far they agree with the routers in training.
 
-A capture contains the experts that another pass, such as the rollout, chose for each token in each MoE layer.
+A capture contains the experts that another pass, such as the rollout, chose: a row for each token in each MoE layer.
 Everything is counted on the device without host synchronisation. The counts have the same shape on every rank, so that
 one collective adds them up.
 """
@@ -29,7 +29,7 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 
 
 def classify_rows(routes: ReplayRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
-    """Return a mask for each kind of captured row."""
+    """Return a mask for each kind of captured row (the experts of one token in one layer), such as missing rows."""
     planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable
     return {
@@ -44,11 +44,12 @@ def classify_rows(routes: ReplayRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Ro
 
 
 class AgreementStatistics:
-    """Counts of one step of training on one rank.
+    """Agreement counts of one step of training on one rank.
 
     Attributes:
-        rows: A row for each MoE layer, a column for each `Row`.
-        margins: Number of usable rows, and of differing rows, by class of the router's margin: `[layers, classes, 2]`.
+        rows: Number of captured rows of each kind (`Row`) in each MoE layer.
+        margins: Number of usable rows, and of rows that differ from the router, by class of the router's margin:
+            `[layers, classes, 2]`.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
@@ -75,8 +76,9 @@ class AgreementStatistics:
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
-        """Add the forward pass of some layers over one or several microbatches. Return the routers' choices,
-        `in_planes`.
+        """Count the rows of a forward pass of some layers over one or several microbatches.
+
+        Return the routers' choices in the layout of `in_planes`. None if no choices were recorded.
 
         Args:
             number: Index of the microbatch in the step, the same on all pipeline stages. For several microbatches:
@@ -118,7 +120,10 @@ class AgreementStatistics:
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Return the rows, and slots per row, in which routers and capture agree. Count margins, mark tokens."""
+        """Return masks of agreeing rows, and the number of agreeing experts per row.
+
+        Also count rows by margin of the router, and mark tokens as compared and as different.
+        """
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
@@ -136,13 +141,13 @@ class AgreementStatistics:
     def _classes(
         self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
     ) -> Int[Tensor, "classes 2 layers"]:
-        """Return the number of tokens by class of margin: above its lower edge minus above its upper edge."""
+        """Return the number of tokens in each class of margin: above the lower bound, minus above the upper bound."""
         above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
         everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
         return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
 
     def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
-        """Find the positions of some layers' experts in the counts, unless the same layers were used last."""
+        """Set `_places_of_experts` for some layers, unless it was last set for the same ones."""
         if layers is self._last_layers:
             return
         self._last_layers = layers
@@ -151,8 +156,11 @@ class AgreementStatistics:
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "AgreementTotals":
-        """Return the sums over all ranks, after pipeline stages have shared their tokens' marks. A collective."""
-        # An extra mark, so that no rank has nothing to share.
+        """Return the sums over all ranks. A collective.
+
+        Pipeline stages first share which tokens differ in some layer, so that each token counts once.
+        """
+        # One mark more than tokens, so that a rank without tokens can join the collective.
         marks = torch.cat([self.rows.new_zeros(1).to(torch.uint8), *(self.tokens[key] for key in sorted(self.tokens))])
         reports = True
         if stages is not None and dist.get_world_size(stages) > 1:
@@ -167,7 +175,7 @@ class AgreementStatistics:
 
 @dataclass(frozen=True)
 class AgreementTotals:
-    """A step's counts over all ranks, on the host."""
+    """Agreement counts of a step over all ranks, on the host."""
 
     rows: Int[Tensor, "layers kinds"]
     captured_experts: Int[Tensor, "layers experts"]

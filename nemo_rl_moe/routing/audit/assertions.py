@@ -28,11 +28,11 @@ def assert_routes_agree(
     ignored.
 
     Args:
-        captured: Experts of an engine or a replay, integers `[tokens, layers, topk]`, or `[tokens, topk]` for one
+        captured: Experts by an engine or a replay, integers `[tokens, layers, topk]`, or `[tokens, topk]` for one
             layer. An array, a tensor, or a list with one of them per sequence. -1 means unknown.
-        expected: Experts of a reference, in the same form.
-        least_agreement: Least share of rows with the same set of experts. Use 1 for the same kernel and input. A
-            reference in another number format flips near ties.
+        expected: Experts by a reference implementation, in the same form.
+        least_agreement: Least share of rows (tokens x layers) with the same set of experts. Use 1 for the same kernel
+            and input, and less for a reference in another number format, which chooses differently at near ties.
         layers: Indices of the layers in the model, for the messages. Without them layers count from 0.
 
     Raises:
@@ -48,7 +48,7 @@ def assert_routes_agree(
     num_layers, topk = pairs[0][0].shape[1:]
     numbers = tuple(range(num_layers)) if layers is None else tuple(layers)
     description = CaptureDescription(numbers, num_experts, topk)
-    # Sequences get an extra last token, which is never fed, so that all rows count.
+    # The audit ignores the last token of a sequence. So each sequence gets an extra last token.
     sequences = [
         CapturedSequence(str(number), len(one) + 1, {"rollout_experts": one, "training_experts": other})
         for number, (one, other) in enumerate(pairs)

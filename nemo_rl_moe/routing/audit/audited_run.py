@@ -23,7 +23,7 @@ from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 ROLLOUT, TRAINING = "rollout", "training"
 _OF_CAPTURE, _OF_ROLLOUT_LOAD = ("moe/routing/", "moe/engine/", "moe/expert_bias_"), "rollout_moe/"
 _TAKEN = "moe/routing/agreement"
-"""This metric is not shown, since no file has the experts that training took instead of its own choice."""
+"""Key of a metric that is not shown, since no file has the experts that training took by replay."""
 
 _WANTED = {
     "rollout_experts": "anything about the rollout's routes; the engine must return routed experts",
@@ -46,7 +46,7 @@ _COMPARISONS = {
         "how far log-probabilities of rollout and training are apart: one of them is missing",
     ),
 }
-"""Name of a comparison for `--require` -> its metric, and a message if no step has this metric."""
+"""Comparison for `--require` -> metric that shows that it was made, and the message if no step has this metric."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ class SideFinding:
 
 
 def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
-    """Return the findings over several steps, as in a live run. Findings of one step are among its anomalies."""
+    """Return the findings that need several steps, as a live run reports them.
+
+    Wrong routes of a single step are excluded, because they are reported as anomalies.
+    """
     skipped = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # findings of single steps, and of rewards
     return [
         SideFinding(side.label or "", episode.latest)
@@ -102,10 +105,10 @@ def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
 
 
 def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
-    """Return rollout and training as two runs. A side without data is omitted.
+    """Return the data of rollout and training in the form of two runs, for reports. A side without data is omitted.
 
-    The rollout has its load and everything about its routes: their kinds, their agreement with training, wrong routes.
-    Training has its load, the mismatch and the noise floor.
+    The rollout has its expert load and everything about its routes: missing and malformed ones, agreement with
+    training, wrong routes. Training has its expert load, the log-probability mismatch and the noise floor.
     """
     keys = {key for step in run.steps for key in step.metrics}
     rollout: dict[str, Series] = {}

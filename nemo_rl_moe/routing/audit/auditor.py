@@ -66,10 +66,10 @@ def audit_step(
     writers: Sequence[str] = (),
     history: RunHistory | None = None,
 ) -> AuditedStep:
-    """Return the audit of one step. Each part has a few of its sequences.
+    """Return the audit of one step. Each of the `parts` has a few sequences of the step.
 
     Args:
-        writers: Names of the processes that wrote the rows. Without them, rows of different writers are not compared.
+        writers: Names of the processes that wrote the capture. If given, a process with wrong routes is named.
         history: Earlier steps, to compare this step with. This step is added to it.
     """
     audit = _StepAudit(description, writers, history)
@@ -79,7 +79,9 @@ def audit_step(
 
 
 def names_of_slots(writers: Sequence[str]) -> list[str]:
-    """Return the name of each slot for messages. A slot counts one writer, or several if there are many."""
+    """Return the names of the writers of each slot for messages. A slot has the counts of one writer, or of several if
+    there are more writers than slots.
+    """
     return [f"the writer {' or '.join(writers[slot::SLOTS])}" for slot in range(min(len(writers), SLOTS))]
 
 
@@ -93,7 +95,7 @@ class _StepAudit:
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
-        # Rows with routes of training, and rows without them, which would look as if training routed them differently.
+        # The second has the sequences without routes of training. In the first, they would differ from training.
         self._statistics, self._alone = AgreementStatistics(*shape, device), AgreementStatistics(*shape, device)
         self._repeated = AgreementStatistics(*shape, device)
         self._repeats = RepeatedRows(device)
@@ -157,7 +159,7 @@ class _StepAudit:
             self._noise_gaps.append(gap[trained])
 
     def finished(self, step: int) -> AuditedStep:
-        """Return the audit of the added sequences of all processes. A collective."""
+        """Return the audit of the sequences that all processes have added. A collective."""
         self._add_up_processes()
         layers = self._description.layers
         totals, alone = self._statistics.reduced(), self._alone.reduced()
@@ -213,7 +215,7 @@ class _StepAudit:
         )
 
     def _add_up_processes(self) -> None:
-        """Add up the counts of all processes, and join their first sampled sequences."""
+        """Add up the counts of all processes, and share the sequences that each has sampled first."""
         if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
             return
         names = list(self._loads)
@@ -232,7 +234,7 @@ class _StepAudit:
     def _add_lost_rows(
         self, rows: Int[torch.Tensor, "layers kinds"], by_slot: Int[torch.Tensor, "slots kinds"]
     ) -> None:
-        """Count the rows of sequences without routes as missing, if others have routes."""
+        """Count sequences without routes as missing rows, if other sequences have routes."""
         if rows[:, Row.EXPECTED].any():
             for kind in (Row.EXPECTED, Row.MISSING):
                 rows[:, kind] += self._without_routes.sum()
@@ -258,12 +260,12 @@ class _StepAudit:
             of_tokens, routes = torch.from_numpy(fed[chosen]), capture[chosen].copy()
             seen: list[RoutedTokens] = []
             if live is not None:
-                # A token that training does not know is not compared, and its row does not count as padding.
+                # A token without routes of training is not compared, and its routes do not count as unexpected.
                 unknown = (live[chosen] == UNKNOWN).any((1, 2))
                 routes[unknown & fed[chosen]] = UNKNOWN
                 of_tokens = of_tokens & torch.from_numpy(~unknown)
                 margin = None if margins is None else torch.from_numpy(margins[chosen].copy())
-                # Ids outside of the range agree with nothing.
+                # Ids that are no expert must not agree with any captured id.
                 is_expert = (live[chosen] >= 0) & (live[chosen] < self._description.num_experts)
                 named = torch.from_numpy(np.where(is_expert, live[chosen], UNKNOWN))
                 seen = [
@@ -326,7 +328,7 @@ class _StepAudit:
         return with_prefix("routing_noise", found)
 
     def _of_engine(self) -> dict[str, float]:
-        """Return metrics that show, over the steps, whether the engine has the weights of its version."""
+        """Return metrics that show, over several steps, whether the engine computes with the newest weights."""
         found = {}
         rollout, training = self._of_rollout(), self._of_all("training_logprobs")
         if rollout is not None and training is not None:
@@ -364,7 +366,7 @@ class _StepAudit:
                 yield RoutingAnomaly("logprobs", text)
 
     def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
-        """Return the rollout's log-probabilities. They are over the full vocabulary if `kept_mass` is known."""
+        """Return the rollout's log-probabilities, over the full vocabulary if the sampled subset's mass is known."""
         values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
         if values is None or kept is None:
             return values

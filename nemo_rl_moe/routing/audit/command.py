@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the files: capture, verl, slime (and miles), "
         "nemo-rl, nemo-rl-trace, areal, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json, for its shape")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="the model's folder or config.json, from which its numbers of layers and experts are read",
+    )
     parser.add_argument(
         "--training", type=Path, metavar="PATH", help="files with the routes of training for the same tokens"
     )
@@ -67,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-capture", type=Path, metavar="DIR", help="also write the sequences as a capture folder"
     )
-    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be omitted")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only steps FIRST to LAST (each optional)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one HTML file; it opens from disk, without a network"
     )
@@ -75,12 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="everything as JSON; - for standard output alone",
+        help="write all results as JSON; - prints only the JSON, on standard output",
     )
 
 
 def run_words(words: Sequence[str]) -> None:
-    """Run `nemo-rl-moe audit` with these arguments. It raises the errors of `run`."""
+    """Run `nemo-rl-moe audit` with these arguments. Raises the same errors as `run`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     run(parser.parse_args(words))

@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """A line for each anomaly of sequences of both runs. Impossible log-probabilities concern a single run."""
+        """A line for each anomaly between the runs, in sequences that both have. Anomalies of one run are excluded."""
         return [
             f"against {self.other.path}: step {step.step}: {side}: {anomaly.text}"
             for side, steps in self.same.items()
@@ -94,7 +94,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def distance_lines(comparison: Comparison) -> list[str]:
-    """Return lines about the distances between the loads, and about the sequences that both runs have."""
+    """Return lines about the distances between both runs' expert loads, and about the sequences that both have."""
     lines = [
         f"distance of the loads beyond chance, {side}: {found.mean:.3g}, highest {found.highest:.3g} in layer"
         f" {found.layer}"
@@ -152,7 +152,7 @@ def _distance(run: AuditedRun, other: AuditedRun, side: str) -> LoadDistance | N
 
 
 def _pairs(source: Source, other: Source) -> Iterator[tuple[int, int]]:
-    """Yield (step, other step) whose sequences may be the same: equal step numbers, or the only step of each run."""
+    """Yield (step, step of the other run) that may have common sequences: equal numbers, or the only step of each."""
     if len(source.read) == len(other.read) == 1:
         yield next(iter(source.read)), next(iter(other.read))
         return
@@ -165,7 +165,10 @@ def _same_sequences(
     read: Callable[[], Iterator[CapturedRows]],
     read_other: Callable[[], Iterator[CapturedRows]],
 ) -> dict[str, CapturedRows]:
-    """Return side -> sequences that both runs have. Their columns of training are the same side of the other run."""
+    """Return side (rollout, training) -> sequences that both runs have.
+
+    They have this side of the first run as rollout, and the same side of the other run as training, for `audit_step`.
+    """
     theirs: dict[bytes, Mapping[str, np.ndarray]] = {}
     tokens = 0
     for _, columns in _sequences(read_other()):
@@ -191,7 +194,7 @@ def _side_by_side(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
         if name in mine and name in other:
             columns |= {f"rollout_{kind}": mine[name].copy(), f"training_{kind}": other[name]}
     if "rollout_experts" in columns:
-        columns["rollout_experts"][-1] = UNKNOWN  # a rollout is never fed its last token
+        columns["rollout_experts"][-1] = UNKNOWN  # a rollout has no routes of its last token
     return columns
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities that should be bitwise equal, and the layers where routes first differ if they are not."""
+"""Log-probabilities that should be bitwise equal, and if not, the layer in which routes of a token differ first."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ _MOST_LAYERS = 4
 
 
 class ExactCounts:
-    """Counts of one step in which rollout and training have the same weights.
+    """Counts of unequal log-probabilities in one step in which rollout and training have the same weights.
 
     Attributes:
         tokens: Number of trained tokens, and number of tokens with unequal log-probabilities.
         sequences: Number of all sequences, and number of sequences with an unequal token.
-        parted: Layer of the first row that differs before the first unequal token -> number of sequences. The layer is
-            None if no row differs, so that attention, a dense layer or the output layer computes differently.
+        parted: Layer -> number of sequences whose routes first differ in this layer, before their first unequal token.
+            The key None counts sequences with equal routes: attention, a dense layer or the output layer differs.
     """
 
     def __init__(self, layers: Sequence[int]):
@@ -30,7 +30,7 @@ class ExactCounts:
         self.parted: Counter[int | None] = Counter()
 
     def add(self, rows: CapturedRows, trained: np.ndarray) -> None:
-        """Add some sequences. `trained` masks the tokens that count, `[tokens]`."""
+        """Count some sequences. `trained` is the mask of trained tokens, `[tokens]`. Other tokens do not count."""
         names = ("rollout_logprobs", "training_logprobs")
         if not all(name in rows.columns for name in names):
             return
@@ -45,7 +45,7 @@ class ExactCounts:
                 self.parted[self._first_layer(rows, first, first + int(places[0]))] += 1
 
     def _first_layer(self, rows: CapturedRows, first: int, token: int) -> int | None:
-        """Return the layer of the first row that differs and on which the token's log-probability depends, or None."""
+        """Return the layer of the first different routes in the tokens from `first` up to `token`, or None."""
         names = ("rollout_experts", "training_experts")
         if not all(name in rows.columns for name in names):
             return None
@@ -67,9 +67,9 @@ class ExactCounts:
         if not unequal:
             return []
         places = [
-            "no row of routes differs before (attention, a dense layer or the output layer)"
+            "the routes before are equal (attention, a dense layer or the output layer differs)"
             if layer is None
-            else f"routes part first in layer {layer}"
+            else f"routes first differ in layer {layer}"
             for layer, _ in self.parted.most_common(_MOST_LAYERS)
         ]
         numbers = [number for _, number in self.parted.most_common(_MOST_LAYERS)]

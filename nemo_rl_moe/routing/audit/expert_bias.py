@@ -8,11 +8,11 @@ from nemo_rl_moe.shapes import Bool, Float
 
 
 class BiasHistory:
-    """Last bias, and layers whose bias has changed in the steps so far.
+    """Detects layers whose expert bias stops changing, from the bias at successive steps.
 
     Args:
-        is_updated: Whether training updates the bias after every step. None means unknown. Then only layers that have
-            changed before are expected to change.
+        is_updated: Whether training updates the bias after every step. None means unknown. Then only layers whose bias
+            has changed before are expected to change.
     """
 
     def __init__(self, is_updated: bool | None = None):
@@ -25,11 +25,12 @@ class BiasHistory:
         bias: Float[np.ndarray, "layers experts"] | None,
         before: Float[np.ndarray, "layers experts"] | None = None,
     ) -> dict[str, float]:
-        """Add the next step with a bias. Return its largest absolute value, and the number of frozen layers, if any.
+        """Add the next step. Return the largest absolute value of its bias, and the number of frozen layers, if any.
 
         Args:
+            bias: Bias of the step. None: the step is ignored.
             before: Bias before the last update, which should have changed it. Without it, the bias of the previous step
-                is used. Several updates may lie between the two, and an even number of updates can restore a bias.
+                is used, which is less certain: an even number of updates in between can restore a bias.
         """
         if bias is None:
             return {}

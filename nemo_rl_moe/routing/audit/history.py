@@ -8,7 +8,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription
 
 
 class RunHistory:
-    """Histories of one run, whose steps are added in order."""
+    """Earlier steps of one run, to find an engine without new weights or a frozen expert bias. Steps come in order."""
 
     def __init__(self, description: CaptureDescription):
         self.prefixes = PrefixHistory()

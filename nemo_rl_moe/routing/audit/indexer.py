@@ -19,21 +19,21 @@ _LEAST_OVERLAP = 0.8
 
 
 class Indexed(IntEnum):
-    """Counts of rows and positions. A row is a token in a layer."""
+    """Kinds of counts. A row has the positions that the indexer of one layer chose for one token."""
 
     ROWS = 0
     AHEAD = 1
-    """Names a position after its token."""
+    """The row names a position after its token."""
     SHIFTED = 2
-    """Names a position after its token, unless the sequence's lowest position (above 0) is subtracted."""
+    """The row names a position after its token, and none if the sequence's lowest position (above 0) is subtracted."""
     REPEATED = 3
     NEGATIVE = 4
-    """Names a negative position other than -1."""
+    """The row names a negative position other than -1."""
     MISSING = 5
     SHORT = 6
-    """Names fewer positions than the token can attend to, although it has slots for more."""
+    """The row names fewer positions than the token can attend to, although the row has slots for more."""
     COMPARED = 7
-    """Number of positions in rows that both sides have. `COMMON` is the number that both sides chose."""
+    """Number of positions in rows that rollout and training have. `COMMON` is the number that both chose."""
     COMMON = 8
 
 
@@ -83,7 +83,9 @@ class IndexerCounts:
                 self.counts[Indexed.COMMON] += len(np.intersect1d(one[one != UNKNOWN], other[other != UNKNOWN]))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of rows, and the shares of missing rows and of common positions. Empty without rows."""
+        """Return the number of rows, the share of missing rows, and the share of positions common to rollout and
+        training. Empty without rows.
+        """
         rows, compared = self.counts[Indexed.ROWS], self.counts[Indexed.COMPARED]
         if not rows:
             return {}
@@ -91,14 +93,14 @@ class IndexerCounts:
         return found | ({"overlap": float(self.counts[Indexed.COMMON] / compared)} if compared else {})
 
     def anomalies(self) -> list[RoutingAnomaly]:
-        """Report wrong positions."""
+        """Report wrong positions of the indexers."""
         counts = self.counts
         rows = int(counts[Indexed.ROWS])
         found = []
         if ahead := int(counts[Indexed.AHEAD]):
             shifted = int(counts[Indexed.SHIFTED])
             more = (
-                f"; {shifted:,} are right minus the start of their sequence: they count from the packed batch"
+                f"; {shifted:,} are right if their sequence's start is subtracted: they count from the batch's start"
                 if shifted > ahead // 2
                 else ""
             )

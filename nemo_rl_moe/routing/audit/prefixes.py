@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of the same tokens at different steps: how far the weights of engine and trainer have moved.
 
-Routes at a token depend only on the weights and on the tokens up to it. Sequences of different steps share prefixes (a
-chat template, a repeated prompt). So the rows of these prefixes, by the engine and by the trainer, can be compared with
-the rows of an earlier step. An engine that gets no weights repeats its rows while the trainer's rows change.
+Routes of a token depend only on the weights and on the tokens up to it. Sequences of different steps share prefixes (a
+chat template, a repeated prompt). So the routes of these prefixes, by the engine and by the trainer, can be compared
+with the routes of an earlier step. An engine that gets no weights repeats its routes while the trainer's routes change.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,19 @@ from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_TOKENS, _MOST_KEYS, _MOST_FRESH = 64, 4096, 8192
 _LEAST_MOVED, _LEAST_RATIO = 30, 4
-"""Least number of rows that training changed, and its least ratio to the rows in which both sides differed before."""
+"""Least number of rows that training must have changed, and its least ratio to rows in which both sides differed."""
 
 
 @dataclass(frozen=True)
 class PrefixRows:
-    """Rows of the prefixes of one step's sequences.
+    """Routes of the prefixes of one step's sequences. A row has the experts of one prefix's last token in all layers.
 
     Attributes:
         places: Token ids of a prefix -> index of its row in `rows`.
-        rows: Rows of the rollout and of training, each with its experts in ascending order.
+        rows: Routes by the rollout and by training, with experts in ascending order.
         versions: Version of the rollout's weights, -1 if unknown.
-        fresh: Number of rows of responses that both sides have, and number of these rows that differ.
+        fresh: Number of response tokens x layers with routes of both rollout and training, and how many of these
+            differ.
     """
 
     places: Mapping[bytes, int]
@@ -39,7 +40,7 @@ class PrefixRows:
 
 
 class PrefixCollector:
-    """Collects the prefixes of one step's sequences, each once."""
+    """Collects the routes of the prefixes of one step's sequences. A repeated prefix is collected once."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, int] = {}
@@ -48,7 +49,7 @@ class PrefixCollector:
         self._fresh = np.zeros(2, dtype=np.int64)
 
     def add(self, rows: CapturedRows) -> None:
-        """Add some sequences, unless they lack token ids or one of the sides."""
+        """Add some sequences. Does nothing if they lack token ids, or the routes of the rollout or of training."""
         named = ("token_ids", "rollout_experts", "training_experts")
         if not all(name in rows.columns for name in named):
             return
@@ -85,22 +86,23 @@ class PrefixCollector:
 def _sorted(
     rollout: Int[np.ndarray, "tokens layers topk"], training: Int[np.ndarray, "tokens layers topk"]
 ) -> tuple[Int[np.ndarray, "2 tokens layers topk"], Bool[np.ndarray, "tokens layers"]]:
-    """Return both sides with experts in ascending order, and a mask of the rows that both have."""
+    """Return both routes with experts in ascending order, and a mask of the rows that both contain."""
     both = np.sort(np.stack([rollout, training]), -1)
     return both, (both[..., 0] != UNKNOWN).all(0)
 
 
 class PrefixHistory:
-    """Prefixes of earlier steps. All of the last steps are kept, and fewer of the steps further back."""
+    """Prefixes of earlier steps: of all recent steps, and of some older steps."""
 
     def __init__(self) -> None:
         self._earlier: list[tuple[int, PrefixRows]] = []
 
     def compared(self, step: int, now: PrefixRows | None) -> dict[str, float]:
-        """Add the next step, and return how far both sides have moved since an earlier step.
+        """Add the next step, and return the shares of rows whose routes have changed since an earlier step.
 
-        The earlier step is the latest one since which training has moved clearly: in 30 rows, and in four times the
-        number of rows in which both sides differed then. Empty without such a step.
+        The shares are computed for the engine and for training. The earlier step is the latest one since which training
+        has changed at least 30 rows, and at least four times as many rows as differed between engine and training at
+        that step. Empty without such a step.
         """
         if now is None:
             return {}
@@ -114,7 +116,7 @@ class PrefixHistory:
         return with_prefix("moe/engine", found)
 
     def _thin_out(self) -> None:
-        """Keep the last 8 steps, the two latest in each power of two of steps back, and the first one."""
+        """Keep the first step, the last 8 steps and, of older steps, two for each doubling of their age."""
         kept, of_power = [], dict[int, int]()
         for age, pair in enumerate(reversed(self._earlier)):
             power = (age + 1).bit_length()
@@ -129,7 +131,7 @@ def _moved(since: int, before: PrefixRows, now: PrefixRows) -> dict[str, float]:
     if not pairs:
         return {}
     then_at, now_at = np.array(pairs).T
-    # The same version has the same routes.
+    # Rows of one version of the weights are equal, so they are not compared.
     moves = (before.versions[then_at] == UNKNOWN) | (before.versions[then_at] != now.versions[now_at])
     then, new = before.rows[:, then_at[moves]], now.rows[:, now_at[moves]]
     engine, trainer = (then != new).any(-1)

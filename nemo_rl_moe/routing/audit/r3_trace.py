@@ -22,14 +22,14 @@ from nemo_rl_moe.routing.audit.summary import JSON_LAYOUT
 
 PATTERN = "r3_trace_*.jsonl"
 _STAGES = {"prev_lp": "prev-logprob", "train": "train"}
-"""Name of a stage of training in fetches -> its name in replays."""
+"""Name of a stage of training in events of fetching -> its name in events of replay."""
 _MOST_FALLBACK, _MOST_NAMED = 0.001, 8
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class R3Trace:
-    """Events of a run, by the name of the event.
+    """Events of a run's router replay, by the name of the event.
 
     Attributes:
         unread: Files and lines that are not events, such as an unfinished last line.
@@ -89,12 +89,12 @@ def lines_of_trace(trace: R3Trace) -> list[str]:
 
 
 def problems_of_trace(trace: R3Trace) -> list[str]:
-    """Return a line for each fault of the replay."""
+    """Return a line for each fault of the router replay."""
     return [*_transport(trace), *_replay(trace), *_verified(trace)]
 
 
 def trace_json(trace: R3Trace) -> dict[str, Any]:
-    """Convert a trace to JSON, with the keys of any audit."""
+    """Convert a trace to JSON, with the same keys as other audits."""
     return {
         **JSON_LAYOUT,
         "capture": str(trace.path),
@@ -109,7 +109,7 @@ def trace_json(trace: R3Trace) -> dict[str, Any]:
 
 
 def _transport(trace: R3Trace) -> Iterator[str]:
-    """Yield a line for each difference between the routes that the rollout sent and that training fetched."""
+    """Yield a line for each difference between the routes sent by the rollout and the routes fetched by training."""
     sent: dict[str, Event] = {}
     for event in trace.events.get("rollout_payload_sample", ()):
         sent.setdefault(str(event.get("key")), event)

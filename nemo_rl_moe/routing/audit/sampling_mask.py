@@ -18,14 +18,15 @@ _FLOOR_QUANTILE = 0.001
 
 
 def subset_metrics(gap: Float[np.ndarray, " tokens"]) -> dict[str, float]:
-    """Return `subset_mass` and `subset_floor`, the mean and lowest probability of the subsets. Empty if there are none.
+    """Return `subset_mass` and `subset_floor`, the mean and lowest probability of the sampled subsets. Empty if the
+    log-probabilities show no subsets.
 
     Args:
         gap: Log-probabilities of training minus those of the rollout, in nats, all finite.
     """
     if len(gap) < _LEAST_TOKENS:
         return {}
-    higher = gap[gap > 0]  # only rounding makes a gap positive, so these show its size in negative gaps too
+    higher = gap[gap > 0]  # made positive by rounding alone, so their size is the rounding of all gaps
     noise = float(np.sqrt(np.square(higher).mean())) if len(higher) else 0.0
     threshold = max(_LEAST_GAP, _NOISES * noise)
     above, below = int((gap > threshold).sum()), int((gap < -threshold).sum())

@@ -51,13 +51,13 @@ Steps = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Source:
-    """Sequences of a run.
+    """Sequences of a run that is audited.
 
     Attributes:
-        read: Step -> function that yields its rows.
+        read: Step -> function that yields the routes and other columns of its sequences, a few at a time.
         sequences: Step -> function that yields its sequences, to write a capture. None if the source is a capture.
-        notices: Assumptions, one per line. Reading steps adds more.
-        unread: Unreadable file -> reason. Reading steps adds more.
+        notices: Assumptions about the files, one per line. Reading a step may add more.
+        unread: Unreadable file -> reason. Reading a step may add more.
     """
 
     description: CaptureDescription
@@ -111,7 +111,7 @@ def _capture_folder(path: Path) -> Path | None:
 
 
 def _format_hint(path: Path) -> str:
-    """Return a hint at `--format` if the path is the name of a format, otherwise an empty text."""
+    """Return a hint at `--format` if a path that does not exist is the name of a format, otherwise an empty text."""
     return f"; for a format: --format {path}" if str(path) in FORMATS else ""
 
 
@@ -144,7 +144,7 @@ def _only(steps: dict[int, list[Path]], chosen: Steps | None, path: Path) -> dic
         if (first is None or step >= first) and (last is None or step <= last)
     }
     if not kept:
-        raise DataError(f"{path}: holds no step{' of those chosen' if chosen else ''}")
+        raise DataError(f"{path}: holds {'none of the chosen steps' if chosen else 'no step'}")
     return kept
 
 
@@ -197,7 +197,7 @@ class _Files:
         return found is not None or kind != AUTO
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Yield the sequences of each file of a step. Unreadable files of a folder go to `unread`."""
+        """Yield the sequences of each file of a step. In a folder, unreadable files are added to `unread`."""
         for file in self.steps[step]:
             if file in self.unread:
                 continue
@@ -270,7 +270,7 @@ class _Converted:
         self.notices: list[str] = []
 
     def description(self) -> CaptureDescription:
-        """Return the layers and experts, from the model's configuration, or else from all files."""
+        """Return the capture's layers and experts: from the model's configuration or, without one, from all files."""
         made_by, indexer = self._files.adapter.made_by, self._indexer_shape()
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
@@ -307,7 +307,7 @@ class _Converted:
         return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by, indexer_shape=indexer)
 
     def _indexer_shape(self) -> tuple[int, int]:
-        """Return (number of layers, positions per token) of the first choice of an indexer, otherwise (0, 0)."""
+        """Return (number of layers, positions per token) of a sparse attention's indexer, or (0, 0) without one."""
         for step in self._files.steps:
             for part in self._files.read(step):
                 for sequence in part:
@@ -331,7 +331,7 @@ def _experts(parts: Iterator[list[CapturedSequence]]) -> Iterator[np.ndarray]:
 
 
 def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.ndarray:
-    """Return the rows of the layers with experts, from rows of only these layers or of all layers."""
+    """Return the routes in the MoE layers, from routes of only these layers or of all layers."""
     if values.ndim == 3 and values.shape[2] != model.topk:
         raise DataError(f"{where}: got {values.shape[2]} experts of a token, expected {model.topk} as --model says")
     if values.shape[1] == len(model.moe_layers):
@@ -345,7 +345,7 @@ def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.nda
 
 
 class _Partners:
-    """Finds the columns of training for a step's sequences, by their token ids. The found sequence is the *partner*."""
+    """Sequences of training files. Each is the *partner* of the rollout's sequence with the same token ids."""
 
     def __init__(self, files: _Files | _CapturedRoutes, step: int):
         self._path, self._missing, self._joined = files.path, 0, 0
@@ -358,7 +358,10 @@ class _Partners:
                         self._columns.setdefault(token_key(sequence.columns), []).append(_as_training(sequence))
 
     def joined(self, sequence: CapturedSequence) -> CapturedSequence:
-        """Return the sequence with the columns of its partner. Of several with the same ids, each is used once."""
+        """Return the sequence with the columns of its partner, the training sequence with the same token ids.
+
+        If several training sequences have these ids, each is the partner of one sequence.
+        """
         if "token_ids" not in sequence.columns:
             raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")
         found = self._columns.get(token_key(sequence.columns))
@@ -374,7 +377,7 @@ class _Partners:
         return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
 
     def reported(self, step: int) -> str:
-        """Return a notice about sequences without a partner, or an empty text."""
+        """Return a notice about sequences that the training files lack, or an empty text."""
         if not self._joined:
             raise DataError(f"--training {self._path}: has the token ids of no sequence of step {step}")
         total = self._joined + self._missing
@@ -387,7 +390,7 @@ def token_key(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _as_training(sequence: CapturedSequence) -> Mapping[str, np.ndarray]:
-    """Return the columns of training. Routes count as training's if their format (such as verl's) names no side."""
+    """Return the columns of training. If a format (such as verl's) has only one column of routes, it is training's."""
     found = {name: sequence.columns[name] for name in _OF_TRAINING if name in sequence.columns}
     if "training_experts" not in found and "rollout_experts" in sequence.columns:
         found["training_experts"] = sequence.columns["rollout_experts"]

@@ -60,9 +60,9 @@ SHOWN = (
         ("share of dead experts", "rollout_moe/dead_expert_frac_mean"),
     )),
 )  # fmt: skip
-"""Pairs of a title and its rows. A row is the label of a metric and its key."""
+"""Parts of the printed table: title, and the label and key of each metric in it."""
 JSON_LAYOUT: Mapping[str, Any] = {"format": "routing-audit", "version": 1}
-"""Within a version, no key is renamed and none changes its meaning. New keys may be added."""
+"""Format and version of the JSON output. Keys keep name and meaning within a version. New keys may be added."""
 _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 
 
@@ -83,7 +83,7 @@ def lines_of(run: AuditedRun) -> list[str]:
 
 
 def _of_versions(run: AuditedRun) -> list[str]:
-    """Return a line about all steps' responses that several weight versions sampled. Empty if there are none."""
+    """Return a line about responses, at any step, that several weight versions sampled. Empty if there are none."""
     names = ("rows", "agreement", "agreement_of_own", "agreement_of_newest")
     series = np.array([run.series(f"{PREFIX}{name}") for name in names])
     if not series.size:

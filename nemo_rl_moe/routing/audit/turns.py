@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routes by turns: parts of a rollout without routes, and the last token of a turn.
+"""Routes by turns: sequences without routes by their number of turns, and routes of the last token of a turn.
 
-The token that ends a turn was sampled, but no pass of that turn had it as an input. Its row comes from the request of
-the next turn. If rows are joined turn by turn, a filler remains at its position (NeMo-RL#3485). One code path of a
+The token that ends a turn was sampled, but no pass of that turn had it as an input. Its routes come from the request of
+the next turn. If routes are joined turn by turn, a filler remains at its position (NeMo-RL#3485). One code path of a
 rollout, such as the requests that continue a conversation, may return no routes at all (rllm#756).
 """
 
@@ -19,28 +19,30 @@ from nemo_rl_moe.shapes import Bool, Int
 MOST_TURNS = 4
 """Sequences with this number of turns or more are counted together."""
 _LEAST_SEQUENCES, _FEW, _MANY = 4, 0.5, 0.9
-"""Least number of sequences with the same number of turns, and shares with routes that count as few and as many."""
+"""Least number of sequences with some number of turns, and shares of them with routes that count as few or many."""
 _LEAST_ENDS, _LEAST_ROWS, _BELONG, _SAMPLED = 4, 24, 0.8, 2048
 
 
 class Place(IntEnum):
-    """Kinds of counts. Each is taken for tokens at the end of a turn, and for other tokens before a trained token."""
+    """Kinds of counts that show wrong or missing routes at the ends of turns. Each kind is counted twice: for tokens at
+    the end of a turn, and for other tokens before a trained token.
+    """
 
     TOKENS = 0
     FILLER = 1
-    """Names the first experts, or expert 0 alone, in every layer, although the routers of training choose others."""
+    """Filler routes: the first experts, or expert 0 alone, in every layer, while the routers of training differ."""
     MISSING = 2
     ROWS = 3
-    """Rows that both sides have."""
+    """Number of tokens x layers with routes of rollout and training. `SAME` is in how many both are equal."""
     SAME = 4
 
 
 class TurnCounts:
-    """Counts of one step.
+    """Counts of one step: routes at the ends of turns and elsewhere, and sequences with routes.
 
     Attributes:
         places: Counts by `Place`, first of tokens at ends of turns, then of other tokens.
-        sequences: Number of all sequences, and of sequences with routes, by number of turns.
+        sequences: By number of turns: number of all sequences, and of sequences with routes.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class TurnCounts:
         trained: Bool[np.ndarray, " tokens"],
         lengths: Int[np.ndarray, " sequences"],
     ) -> None:
-        """Add some concatenated sequences. `trained` masks the tokens that the model sampled."""
+        """Count some concatenated sequences. `trained` is the mask of tokens that the model sampled."""
         ends = lengths.cumsum()
         starts = ends - lengths
         begins = trained & ~np.concatenate([[False], trained[:-1]])
@@ -76,7 +78,7 @@ class TurnCounts:
                 self.places[place] += _counts(capture[chosen], None if live is None else live[chosen])
 
     def anomalies(self) -> list[RoutingAnomaly]:
-        """Report paths without routes, and wrong rows at ends of turns."""
+        """Report if sequences with some number of turns lack routes, and report wrong routes at the ends of turns."""
         return [*self._paths(), *self._ends()]
 
     def _paths(self) -> list[RoutingAnomaly]:
@@ -107,8 +109,8 @@ class TurnCounts:
             here, there = (of[kind] / max(of[Place.TOKENS], 1) for of in (ends, others))
             if here >= _FEW and here - there >= _FEW:
                 text = (
-                    f"the last token of {int(ends[kind])} of {number} turns {what}, and {there:.1%} of the other"
-                    " tokens: its row comes with the request of the next turn"
+                    f"the last token of {int(ends[kind])} of {number} turns {what}, as do {there:.1%} of the other"
+                    " tokens: only the request of the next turn returns its routes"
                 )
                 return [RoutingAnomaly("turn_end", text)]
         rows = int(ends[Place.ROWS])

@@ -3,9 +3,9 @@
 """Routes of responses that several weight versions sampled: does a row come from its token's version or the newest one?
 
 A request that a refit interrupts continues with new weights. Some engines return the routes of each pass (miles#2278),
-others the routes of the last prefill over all tokens (verl#6029). If the newest version of its sequence sampled a
-token, the row shows how far routers of training agree with that version. Rows of older tokens are compared with the
-agreement of both versions.
+others the routes of the last prefill over all tokens (verl#6029). Tokens that the newest version of their sequence
+sampled show how far the routers of training agree with routes of this version. The agreement of older tokens is
+compared with that of their own version and of the newest one.
 """
 
 import numpy as np
@@ -20,10 +20,10 @@ PREFIX = "moe/routing/versions/"
 
 
 class VersionRows:
-    """Counts of one step: (own version of a token, newest version of its sequence) -> usable rows, and rows that
-    training would choose.
+    """Counts of one step: (version that sampled a token, newest version of its sequence) -> number of usable rows, and
+    number of rows whose experts the routers of training would choose too.
 
-    Only rows before a sampled token count.
+    A row has the experts, in one layer, of the token before the sampled token.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,10 @@ class VersionRows:
             found += (usable.sum(), same.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement of older tokens' rows, the agreement that routes of their own version would have, and
-        the agreement that routes of the newest version would have. Empty if the versions do not differ clearly.
+        """Return the agreement of older tokens' routes with training, and two expected values of this agreement.
+
+        One is expected if the weights that sampled the tokens chose the routes, the other if the newest weights did.
+        Empty if the expected values do not differ clearly.
         """
         of_version = {own: counts for (own, last), counts in self._counts.items() if own == last}
         total, expected = np.zeros(2), np.zeros(2)
@@ -84,12 +86,12 @@ class VersionRows:
 
 
 def version_note(rows: float, agreement: float, of_own: float, of_newest: float) -> str:
-    """Return a line about which version the routes of older tokens belong to."""
+    """Return a line that names the version of the weights to which the routes of older tokens belong."""
     place = (agreement - of_own) / (of_newest - of_own)
     compared = (
-        f"agree with training in {agreement:.3f} of {rows:,.0f} rows, of their own version {of_own:.3f} would, of"
+        f"routes agree with training in {agreement:.3f} of {rows:,.0f} rows, routes of their own version would in"
     )
-    compared += f" the newest {of_newest:.3f}"
+    compared += f" {of_own:.3f}, of the newest in {of_newest:.3f}"
     if place <= _OWN:
         held = "each token carries the routes of the version that sampled it"
     elif place >= _NEWEST:
@@ -97,4 +99,4 @@ def version_note(rows: float, agreement: float, of_own: float, of_newest: float)
     else:
         held = "neither the own version's routes nor the newest one's"
     better = "newest" if of_newest > of_own else "own version's"
-    return f"responses of several weight versions: {held}: older tokens {compared}; the {better} fit training better"
+    return f"responses of several weight versions: {held}: older tokens' {compared}; the {better} fit training better"

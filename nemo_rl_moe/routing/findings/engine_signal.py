@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that the engine does not compute with the weights of its version, from metrics of an audit."""
+"""Signs that the engine does not compute with the weights that it should have, from metrics of an audit."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -30,19 +30,20 @@ METRICS = (
 )
 """Keys that `EngineSignal` reads."""
 _STANDS, _RUNS_AHEAD, _DISAGREES = 0.25, 1.5, 0.3
-"""Ratios to the number of rows that training changed. The engine does not move if it changed at most the first ratio.
-It moves too far if it changed at least the second ratio, and at least the third ratio of rows differs now."""
+"""Ratios to the number of rows (routes of tokens) that training changed since an earlier step. The engine does not move
+if it changed at most the first ratio of rows. It moves too far if it changed at least the second ratio, and at least
+the third ratio of rows differs between engine and training now."""
 _LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 10, 6, 3.0, 0.9, 0.5
 _WINDOW, _VERSION_STEPS = 32, 4
 _LEAST_GAP = 1e-3
-"""Least peak of the gap, in nats, for a finding."""
+"""Least peak of the log-probability gap between engine and training, in nats, for a finding."""
 _Tooth = tuple[tuple[int, float], tuple[int, float]]
-"""(step, gap) of the first and of the last step of a rise that a fall follows. Two rises in a row are a saw-tooth. By
-chance, six steps rise with probability 1 in 720, whatever their spread."""
+"""(step, log-probability gap) of the first and of the last step of a rise after which the gap fell. Two such rises in
+succession are a saw-tooth. By chance, six values are ascending with probability 1 in 720."""
 
 
 class EngineSignal:
-    """Finds streaks of steps, added in order, in which the engine's weights cannot be the weights of training."""
+    """Detects, from the metrics of successive steps, that the engine's weights cannot be the weights of training."""
 
     def __init__(self, num_steps: int | None):
         self._num_steps = num_steps
@@ -53,7 +54,7 @@ class EngineSignal:
         self._has_advanced = False
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[EngineKind, int, str]]:
-        """Yield condition, first step and description of each streak that is now long enough."""
+        """Add a step. Yield (condition, its first step, description) for each condition that has held long enough."""
         if self._num_steps is None:
             return
         texts = {
@@ -110,8 +111,8 @@ class EngineSignal:
             ((start, low), (last, high)), ((again, _), _) = self._tooth, before
             text = (
                 f"the log-prob gap rose from {low:.2g} to {high:.2g} over the steps {start} to {last}, and was"
-                f" {gap:.2g} again at step {{}}, as after the steps {again} to {start - 1}: what a restart of the"
-                " engine resets, such as a prefix cache or a recurrent state of older weights"
+                f" {gap:.2g} again at step {{}}, as after the steps {again} to {start - 1}: a restart of the"
+                " engine resets the cause, such as a prefix cache or a recurrent state of older weights"
             )
             return {"resetting_gap": (text, True)}
         self._gaps.append((step, gap))
@@ -120,9 +121,9 @@ class EngineSignal:
         (start, low) = self._gaps[0]
         though = ", though the weight versions advance" if self._has_advanced else ""
         text = (
-            f"the log-prob gap has grown step by step from {low:.2g} at step {start} to {gap:.2g}{though}: with the"
-            " distance from the first weights, as where the engine does not get the new ones, gets an adapter twice,"
-            " or keeps a state of older ones"
+            f"the log-prob gap has grown step by step from {low:.2g} at step {start} to {gap:.2g}{though}: it follows"
+            " the distance from the first weights, as if the engine did not get the new ones, got an adapter twice,"
+            " or kept a state of older ones"
         )
         return {"growing_gap": (text, True)}
 
@@ -147,13 +148,13 @@ def _of_subset(metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool
     text = (
         "the rollout's log-probs have been normalised over a subset of the vocabulary (top-p, top-k) since step {},"
         f" training's have not: they are higher at nearly every token, and the subset keeps {metrics[MASS]:.3f} of the"
-        f" probability, at the least {metrics[FLOOR]:.2f}; train with the same subset, or sample without"
+        f" probability on average, at least {metrics[FLOOR]:.2f}; train with the same subset, or sample without"
     )
     return {"sampling_mask": (text, True)}
 
 
 def _rises(values: list[float]) -> bool:
-    """Return True if the level triples and rises almost steadily (Kendall's tau of at least 0.9)."""
+    """Return True if values triple and rise almost steadily (Kendall's tau of at least 0.9)."""
     found = np.array(values)
     if found.max() < _LEAST_GAP:
         return False

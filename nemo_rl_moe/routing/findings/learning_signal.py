@@ -28,7 +28,7 @@ class LearningSignal:
         self._streaks: Streaks[IdleKind] = Streaks()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[IdleKind, int, str]]:
-        """Yield condition, first step and description of each streak that is now long enough."""
+        """Add a step. Yield (condition, its first step, description) for each condition that has held long enough."""
         if self._num_steps is None:
             return
         reward = metrics.get("train/reward")

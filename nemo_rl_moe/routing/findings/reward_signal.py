@@ -10,7 +10,7 @@ from typing import Literal
 RewardKind = Literal["failed_responses", "constant_reward"]
 _TOTAL, _NAMED, _MEAN = "the reward", "train/rewards/", "/mean"
 _ROUNDING = 1e-9
-"""Rewards are equal if they differ by at most this, times the larger of 1 and the reward."""
+"""Largest difference of rewards that count as equal, relative to the larger of 1 and the reward."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def is_reward_metric(key: str) -> bool:
 
 
 class RewardSignal:
-    """Finds failed responses, and rewards that never vary. Steps are added in order."""
+    """Detects responses that cannot be scored, and rewards that never vary. Steps are added in order."""
 
     def __init__(self, failed_share: float | None, num_steps: int | None, quiet_steps: int):
         self._failed_share, self._num_steps, self._quiet_steps = failed_share, num_steps, quiet_steps
@@ -43,9 +43,9 @@ class RewardSignal:
     def observe(
         self, step: int, metrics: Mapping[str, float], failed: Sequence[FailedResponses] = ()
     ) -> Iterator[tuple[RewardKind, int, str]]:
-        """Yield kind, first step and description of each condition that holds at this step.
+        """Add a step. Yield (kind, first step, description) for each condition that holds at this step.
 
-        It may have begun earlier.
+        The first step is earlier if the condition has held before.
         """
         if self._failed_share is not None:
             sick = [found for found in failed if found.share > self._failed_share]
@@ -96,7 +96,7 @@ def _rewards(metrics: Mapping[str, float]) -> Iterator[tuple[str, float, float]]
 
 @dataclass
 class _History:
-    """Values of one reward so far: whether they vary, within a step or between steps."""
+    """Whether one reward has varied so far, within a step or between steps."""
 
     value: float
     steps: int = 0

@@ -21,14 +21,14 @@ CLEAR_LAYER = "train/moe/routing/clear_rows_differing_layer"
 METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, CLEAR_DIFFERING, CLEAR_LAYER, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
 """Keys that `RoutingSignal` reads."""
 LEAST_DROP = 0.02
-"""Least drop of live agreement that is reported. Healthy runs drift less from one step to the next."""
+"""Least drop of the routers' agreement with the rollout that is reported. In healthy runs, a step changes less."""
 MOST_FLOAT32_FLIPS = 2e-4
 """Largest share of rows that may differ between two float32 passes with the same weights. It is below 1e-4 in healthy
 runs, and about 1e-3 with a router that computes in bfloat16."""
 
 
 class RoutingSignal:
-    """Finds streaks of steps whose routing cannot be right. Steps are added in order."""
+    """Detects routing that cannot be right, from the metrics of successive steps. Steps are added in order."""
 
     def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):
         self._num_steps, self._rank_names = num_steps, rank_names
@@ -36,7 +36,7 @@ class RoutingSignal:
         self._streaks: Streaks[RoutingKind] = Streaks()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[RoutingKind, int, str]]:
-        """Yield condition, first step and description of each streak that is now long enough."""
+        """Add a step. Yield (condition, its first step, description) for each condition that has held long enough."""
         if self._num_steps is None:
             return
         texts = self._conditions(metrics)
@@ -45,7 +45,7 @@ class RoutingSignal:
                 yield kind, first, texts[kind].format(first)
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[RoutingKind, str]:
-        """Return condition -> description for the conditions that hold. In a description, `{}` is the first step."""
+        """Return condition -> description for the conditions that hold at a step, with `{}` for their first step."""
         found: dict[RoutingKind, str] = {}
         agreement = metrics.get(LIVE_AGREEMENT)
         if agreement is not None:
@@ -53,7 +53,7 @@ class RoutingSignal:
             if self._agreement.leaves(agreement, upwards=False):
                 found["low_agreement"] = (
                     f"routers would choose the rollout's experts in {agreement:.3f} of the rows since step {{}},"
-                    f" before in {usual:.3f}: weights, routes or number formats of rollout and training differ"
+                    f" and in {usual:.3f} before: weights, routes or number formats of rollout and training differ"
                 )
         flips = metrics.get(FLOAT32_FLIPS, 0.0)
         if flips > MOST_FLOAT32_FLIPS:
@@ -121,7 +121,7 @@ _MOST_TEXTS = 2
 
 
 def wrong_routes(anomalies: Sequence[RoutingAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
-    """Yield kind, layer (None for several or all layers) and description, once per kind and layer with an anomaly."""
+    """Yield (kind of finding, layer, description), once for all anomalies of a kind and layer. None: several layers."""
     found: dict[tuple[WrongRoutesKind, int | None], list[str]] = {}
     for anomaly in anomalies:
         found.setdefault((WRONG_ROUTES[anomaly.kind], anomaly.layer), []).append(anomaly.text)

@@ -13,7 +13,9 @@ class Streaks(Generic[Kind]):
         self._current: dict[Kind, tuple[int, int]] = {}
 
     def extend(self, step: int, kinds: Collection[Kind]) -> Iterator[tuple[Kind, int, int]]:
-        """Extend the streaks of these conditions, and end all other streaks. Yield condition, first step and length."""
+        """Extend the streaks of the conditions that hold at a step, and end all others. Yield (condition, first step,
+        number of steps) for each.
+        """
         self._current = {kind: streak for kind, streak in self._current.items() if kind in kinds}
         for kind in kinds:
             first, length = self._current.get(kind, (step, 0))

@@ -4,7 +4,7 @@
 
 A finding is an episode. It begins when a condition has held for enough successive steps, and is over at the first step
 at which the condition does not hold. A condition that soon returns continues the same episode. Chance is not a finding:
-there is none for a router that sends tokens to random experts in each layer.
+a router that sends tokens to random experts in each layer has no findings.
 """
 
 import math
@@ -56,21 +56,21 @@ FindingKind = (
     | EngineKind
 )
 CHANCE = 1e-9
-"""Highest probability of a finding under random routing, for one layer at one step. A run has many layers and steps."""
+"""Highest probability of a finding under random routing, in one layer at one step. It is low, since a run has many."""
 QUIET_STEPS = 100
-"""Longest interruption of an episode, in steps. Without it an intermittent condition would be reported each time."""
+"""Longest interruption of an episode, in steps. A condition that returns later is reported again."""
 ROUTER_LOSSES = {"aux": "load balancing loss", "z": "z-loss"}
-"""Source in `router_gradient/` -> name of a loss whose gradient is compared with its equation."""
+"""Source in the metrics `router_gradient/` -> router loss whose gradient is compared with the loss's equation."""
 ROUTER_LOSS_METRICS = tuple(
     f"train/moe/router_gradient/{name}_{source}" for source in ROUTER_LOSSES for name in ("error", "scale")
 )
 MOST_GRADIENT_ERROR = 0.05
 """Largest distance between a router loss's gradient and that of its equation, relative to the gradient's length."""
 MOST_ROUNDED_SCALE = 1.5
-"""Largest scale of that gradient in bfloat16. There, transformers' rounding changes it by up to a fifth."""
+"""Largest ratio of a router loss's gradient to that of its equation in bfloat16, which rounds it by up to a fifth."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Least rise of the overload factor above its usual level that is reported soon, if the factor exceeds its limit."""
+"""Least rise of the overload factor above its usual level after which it is reported soon, if above its limit too."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ class Thresholds:
         overload_factor: Work of the busiest expert-parallel rank over the mean rank's, `avg_overload_factor`. It is not
             corrected for chance, since the other ranks wait in any case.
         sustained_steps: Number of successive steps in which `excess_cv` or `overload_factor` must be exceeded.
-        idle_steps: Number of successive steps of reinforcement learning that teach nothing, and number of first steps
-            of a run in which a reward never varies.
-        missing_routes_share: Share of missing rows in a rollout's capture.
+        idle_steps: Number of successive steps of reinforcement learning that teach nothing. Also the number of steps
+            from the start of a run in which a reward never varies.
+        missing_routes_share: Share of rows (tokens x layers) that a rollout's capture lacks.
         missing_routes_steps: Number of successive steps in which `missing_routes_share` must be exceeded.
-        sudden_steps: Number of successive steps of a condition that appears suddenly: an expert that had its share is
-            dead; an expert never had a token while all others of its layer have some; the overload factor is far above
-            its usual level; a condition of `RoutingSignal` or `EngineSignal` holds.
+        sudden_steps: Number of successive steps of one of these conditions: an expert that had its share of tokens gets
+            none, an expert never had a token while all others of its layer have some, the overload factor is far above
+            its usual level, or a condition of `RoutingSignal` or `EngineSignal` holds.
         failed_responses_share: Share of the responses of a step or validation that the environment failed to score.
-        unbounded_lag: Least lag, in optimizer steps, of a token whose weight the loss does not bound.
+        unbounded_lag: Least lag, in optimizer steps, of a token whose importance weight the loss does not bound.
     """
 
     dead_expert_steps: int | None
@@ -117,12 +117,12 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """Kind and layer. At most one finding with the same key is ongoing at a time."""
+        """Kind and layer. A new finding with the same key begins only after the earlier one is over."""
         return self.kind, self.layer
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """Return the end of a finding's line. It names further layers with the same finding."""
+    """Return the end of a finding's line, which names other layers that have the same finding."""
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -134,7 +134,7 @@ class FindingTracker:
     """Tracker of the findings of a run. Steps are added in order.
 
     Args:
-        topk: Number of experts of each token. Without it, no imbalance is found.
+        topk: Number of experts of each token. None: imbalance is not detected.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -167,7 +167,7 @@ class FindingTracker:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
-        """Add a step, and return the findings that begin with it, except findings of its captured routes."""
+        """Add a step, and return the findings that begin with it. For captured routes, see `observe_anomalies`."""
         found = list(self._of_step(step, metrics, layers, counts))
         for kind, since, text in self._rewards.observe(step, metrics, failed):
             found.append(Finding(kind, None, since, step, False, text))
@@ -176,7 +176,7 @@ class FindingTracker:
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
         """Add the anomalies of a step's captured routes, and return the findings that begin with this step.
 
-        It may be called before `observe`, since anomalies are known before the step's metrics.
+        May be called before or after `observe` of the step, since anomalies are known before the step's metrics.
         """
         found = []
         for kind, layer, text in wrong_routes(anomalies):
@@ -185,7 +185,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continue or end the episodes of the known keys. Return the new findings."""
+        """Continue the findings with `known` keys that are found again, and end the others. Return the new findings."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -244,7 +244,7 @@ class FindingTracker:
             yield Finding("skipped_updates", None, since, step, False, text)
 
     def _wrong_router_losses(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
-        for source, loss in ROUTER_LOSSES.items():  # measured at some steps; the last result holds in between
+        for source, loss in ROUTER_LOSSES.items():  # measured at some steps, others keep the result
             scale = metrics.get(f"train/moe/router_gradient/scale_{source}")
             if scale is not None:
                 error = metrics.get(f"train/moe/router_gradient/error_{source}")
@@ -270,7 +270,7 @@ class FindingTracker:
             yield Finding("missing_routes", None, since, step, False, text)
 
     def _since(self, kind: FindingKind, layer: int | None, step: int) -> int:
-        """Return the first step of the episode of a condition that holds at a step."""
+        """Return the first step of a condition that holds at `step`, or of the finding that the condition continues."""
         latest = self._latest.get((kind, layer))
         return step if latest is None or not _is_same_episode(latest, step) else latest.first_step
 
@@ -288,8 +288,8 @@ class FindingTracker:
         for row in np.flatnonzero(self._imbalanced.length >= self._thresholds.sustained_steps).tolist():
             since = int(self._imbalanced.since[row])
             text = (
-                f"layer {layers[row]}: the loads of its experts have spread by {cv[row]:.2f} of their mean since step "
-                f"{since}; by chance it would be {math.sqrt(variance[row]):.2f}"
+                f"layer {layers[row]}: the standard deviation of its experts' loads has been {cv[row]:.2f} times their "
+                f"mean since step {since}; by chance it would be {math.sqrt(variance[row]):.2f}"
             )
             yield Finding("imbalance", int(layers[row]), since, step, False, text)
 
@@ -316,8 +316,8 @@ class FindingTracker:
 
 
 def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
-    """Return how the gradient of a router loss differs from its equation and coefficient, or None if it does not."""
-    # Without an error, rounding may be large, and only the scale decides.
+    """Return a description of how a router loss's gradient differs from its equation, or None if it does not."""
+    # `error` is None if rounding may be large. If so, only the scale decides.
     if error is None:
         is_off = not 1 / MOST_ROUNDED_SCALE < scale < MOST_ROUNDED_SCALE
     elif error <= MOST_GRADIENT_ERROR:
@@ -335,26 +335,26 @@ def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
 
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
-    """Return whether a condition that holds since step `since` continues a finding."""
-    # The steps in which a condition holds, but not long enough for a finding, are not an interruption.
+    """Return whether a condition that has held since step `since` continues an earlier finding."""
+    # The interruption ends at `since`, although the condition becomes a finding only some steps later.
     return since - latest.last_step - 1 <= QUIET_STEPS
 
 
 class _Streaks:
-    """Length and first step of the current streaks of several conditions, such as one condition per layer."""
+    """Number of steps for which each of several conditions has held (such as one per layer), and its first step."""
 
     def __init__(self, num_places: int):
         self.length = np.zeros(num_places, dtype=np.int64)
         self.since = np.zeros(num_places, dtype=np.int64)
 
     def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
-        """Extend or end the streaks with the next step."""
+        """Add the next step. `is_so` has True for the conditions that hold."""
         self.since = np.where(is_so & (self.length == 0), step, self.since)
         self.length = np.where(is_so, self.length + 1, 0)
 
 
 class _IdleExperts:
-    """Number of successive steps without a token for each expert, and tokens of a fair share in these steps."""
+    """For each expert, the number of latest steps without a token, and the number of tokens of a fair share in them."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -364,7 +364,7 @@ class _IdleExperts:
         self._total = np.zeros(shape, dtype=np.int64)
 
     def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Count the next step. A layer without any load neither extends nor ends a streak."""
+        """Add the next step. If a layer has no tokens at all, the counts of its experts do not change."""
         fair_share = counts.sum(1, keepdims=True) / counts.shape[1]
         is_dead, has_load = dead(counts), counts > 0
         self.since = np.where(is_dead & (self._steps == 0), step, self.since)
@@ -373,7 +373,11 @@ class _IdleExperts:
         self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that have been dead for at least `num_steps` steps, and for longer than chance explains."""
+        """Return a mask of experts without tokens for at least `num_steps` steps, and for longer than chance explains.
+
+        Args:
+            share: Load that an expert is expected to have, as a factor of its fair share.
+        """
         # By chance an expert misses all its expected tokens with probability exp(-expected). For any of the E experts
         # of a layer the probability is at most E times higher.
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)

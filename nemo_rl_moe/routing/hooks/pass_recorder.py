@@ -29,11 +29,12 @@ class RoutedPass:
     """Routes of one forward pass, on the host.
 
     Attributes:
-        experts: Experts of every row of the routers, int16. Slots of dropped tokens are `UNKNOWN`.
+        experts: Experts of every row, which is a token in the routers' input, int16. Slots of dropped tokens are
+            `UNKNOWN`.
         margins: Score of the last chosen expert minus the best score of an unchosen expert, by layer. None if the
             router returns no logits, or chooses by scores unknown to `margins_of_call`.
         shape: (number of sequences, tokens per sequence), if rows are ordered by sequence. None if the order is
-            unknown: a rank of tensor parallelism sees only a part of the rows.
+            unknown, as on a tensor-parallel rank that has only a part of the rows.
     """
 
     kind: PassKind
@@ -46,7 +47,7 @@ class RoutedPass:
 
 
 class RouteRecorder(ForwardWatcher):
-    """Recorder of the passes of one model.
+    """Recorder of the routes of one model's forward passes.
 
     Raises:
         ValueError: No router is known, or layers have different numbers of experts.
@@ -136,7 +137,9 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Return the tokens of a causal pass that attend to themselves by 4-dimensional masks. All without masks."""
+    """Return a mask of real tokens. In 4-dimensional attention masks, only real tokens attend to themselves and to no
+    later token. All True without such masks.
+    """
     # A cache of fixed size gets such masks, prepared before the model is entered. No token attends to padding. Some
     # kernels cannot process a row that attends to nothing. The masks then let such a row attend to every key, even to
     # later ones, to which no real token attends.
@@ -152,7 +155,7 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return rows in order of their sequences, from Megatron-Core's order with the token axis first."""
+    """Return rows of tokens ordered by sequence, from rows that are ordered by position, as in Megatron-Core."""
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
 
 

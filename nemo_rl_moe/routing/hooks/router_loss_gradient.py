@@ -29,18 +29,18 @@ from nemo_rl_moe.shapes import Bool, Float
 _SUM_OF_WEIGHTS = 1e-2
 """Largest deviation from 1 of the sum of a token's expert weights. The rounding of bfloat16 is smaller."""
 _MOST_WAITING = 8
-"""Largest number of passes that wait for their backward pass. Passes that never get one are thus dropped."""
+"""Largest number of forward passes that wait for their backward pass. Older ones are dropped as never getting one."""
 
 
 @dataclass(frozen=True)
 class TrainedCoefficient:
-    """Result of comparing gradients of router logits with the equation.
+    """Result of comparing gradients of router logits with the equation of the load balancing loss.
 
     Attributes:
-        coefficient: Sum of the passes' coefficients. It is the coefficient of one optimizer step if each pass is
-            weighted by its share of the loss.
-        error: Length of the part of the gradient that neither the balancing loss nor a z-loss explains, over its
-            length.
+        coefficient: Coefficient with which the loss trains, summed over forward passes. If the loss of each pass is
+            weighted by its share of an optimizer step, the sum is the coefficient of the step.
+        error: Length of the part of the gradient that neither the balancing loss nor a z-loss explains, over the
+            length of the gradient.
         is_exact: Whether the logits are in float32. Otherwise transformers rounds the gradient by several percent.
     """
 
@@ -51,7 +51,7 @@ class TrainedCoefficient:
 
 @dataclass
 class _Pass:
-    """One forward pass: logits and chosen experts by layer, each `[tokens, experts]`, and the gradients so far."""
+    """One forward pass: logits, chosen experts and the logits' gradients so far, by layer, `[tokens, experts]` each."""
 
     is_token: Float[Tensor, " tokens"] | None
     logits: dict[RouterLayer, Float[Tensor, "tokens experts"]] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class _Pass:
 
 
 class RouterLossGradient(ForwardWatcher):
-    """Reads the gradient of the balancing loss in one model.
+    """Measures the coefficient of the load balancing loss in one model, from gradients of its router logits.
 
     The equation is transformers' `load_balancing_loss_func`: `E * sum_e F_e P_e`, where `F_e` is the number of
     assignments of expert `e` over the number of tokens, and `P_e` its mean probability, both over all layers. The
-    gradient of a z-loss, of any strength, is separated.
+    gradient of a z-loss, of any strength, is fitted too and does not count.
 
     Raises:
         ValueError: No router is known.
@@ -96,7 +96,7 @@ class RouterLossGradient(ForwardWatcher):
             self._passes.append(_Pass(None))
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Record one call of a router. Activation checkpointing may first call it without gradients."""
+        """Record one call of a router. A call that activation checkpointing repeats only adds the gradient."""
         if layer.kind is not RouterKind.TRANSFORMERS or not router.training or len(outputs) < 2 or not self._passes:
             return
         logits, weights, of_pass = outputs[0], outputs[1], self._passes[-1]
@@ -115,7 +115,7 @@ class RouterLossGradient(ForwardWatcher):
 
     @torch.no_grad()
     def _compare_finished(self) -> None:
-        """Compare and drop the passes whose backward pass has run. The other passes wait."""
+        """Compare and drop the forward passes whose backward pass has run. The other passes wait."""
         for of_pass in self._passes:
             if of_pass.gradients:
                 self._compare(of_pass)

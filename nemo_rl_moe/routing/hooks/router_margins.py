@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Margins of transformers' routers, in the scores by which a router chooses experts."""
+"""Margins of transformers' routers: score of the last chosen expert minus the best score of an unchosen expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ from nemo_rl_moe.routing.routers import RouterKind, RouterLayer
 from nemo_rl_moe.shapes import Float, Int
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of a bias that is added to the sigmoid of the logits. It is an attribute of the router, or an argument that the
-surrounding block passes.
+"""Names of an expert bias that is added to the sigmoid of the logits: an attribute of the router, or an argument of its
+call.
 """
 
 
@@ -29,8 +29,8 @@ def margins_of_call(
     """Return the margins of a router's call, or None if it returns no logits or chooses all experts.
 
     Margins are computed from the softmax of the logits or, with a bias, from their sigmoid plus the bias. If the router
-    chooses in groups, they follow `limited_to_groups`. A margin that is NaN or below 0 shows that the router chose by
-    other scores.
+    chooses within groups of experts, experts of other groups do not count (`limited_to_groups`). A margin that is NaN
+    or below 0 shows that the router chose by other scores.
 
     Args:
         args: Positional arguments of the call.

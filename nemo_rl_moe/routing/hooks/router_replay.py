@@ -7,8 +7,9 @@
     found = audit.end_step(step)               # every rank calls it
     for anomaly in found.report.anomalies: ...
 
-Every forward pass under REPLAY_FORWARD is audited. A pass that activation checkpointing repeats is compared with the
-original pass. The router's live choice costs one more top-k. The model's computation is unchanged.
+Every forward pass under REPLAY_FORWARD is audited. The live choice is the choice that the router would make without
+replay, and costs one more top-k. A pass that activation checkpointing repeats is compared with the original pass. The
+model's computation is unchanged.
 """
 
 from collections import defaultdict, deque
@@ -55,12 +56,12 @@ class _Place(NamedTuple):
 
 
 class RouterReplayAudit:
-    """Hooks on the model chunks of one rank, and the counts of one step.
+    """Audit of replay on one rank: hooks on its model chunks, and the counts of one step.
 
     Args:
         unfed: Function that gets the named arguments of a chunk's forward, and returns a mask of tokens without routes
-            in the rollout, such as padding and the last token of each sequence. Their targets are ignored. Without the
-            function, all tokens count.
+            in the rollout, such as padding and the last token of each sequence. The target experts of these tokens are
+            ignored. None: all tokens count.
 
     Raises:
         ValueError: Routers have no RouterReplay.
@@ -75,7 +76,7 @@ class RouterReplayAudit:
         device = next((parameter.device for parameter in chunks[0].parameters()), torch.device("cpu"))
         self._statistics = AgreementStatistics(len(self._layers), self._num_experts, device)
         self._recomputed = torch.zeros(len(self._layers), 2, dtype=torch.long, device=device)
-        # (pass, sequence) -> targets and live choices. Each chunk fills its layers.
+        # (pass, sequence) -> target experts and routers' own choices. Each chunk fills its layers.
         self._sampled: dict[tuple[int, int], np.ndarray] = {}
         self._place = _place()
         # Without sequence parallelism all tensor-parallel ranks see the same tokens.
@@ -89,8 +90,9 @@ class RouterReplayAudit:
     def end_step(self, step: int) -> AuditedStep:
         """Return the audit of the passes since the last step, over all ranks. A collective.
 
-        `metrics` has the keys of `nemo-rl-moe audit`. `rollout_load` counts the targets, and `training_load` the live
-        choices for the same tokens. Anomalies of all ranks are reported, each kind once per layer.
+        `metrics` has the keys of `nemo-rl-moe audit`. `rollout_load` counts the target experts, and `training_load`
+        the experts that routers would choose without replay for the same tokens. Anomalies of all ranks are reported,
+        each kind once per layer.
         """
         totals = self._statistics.reduced(self._place.stages)
         (recomputed,) = sum_over_ranks([self._recomputed], self._recomputed.device)
@@ -150,7 +152,7 @@ class RouterReplayAudit:
         self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
 
     def add_recomputed(self, layer: int, wrong: Int[Tensor, ""], num_rows: int) -> None:
-        """Count the rows of a layer's repeated pass, and its rows that took other experts than the original pass."""
+        """Count the tokens of a layer in a recomputed pass, and its tokens with other experts than originally."""
         self._recomputed[self._position[layer], _RECOMPUTED] += num_rows
         self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
 
@@ -166,7 +168,7 @@ class RouterReplayAudit:
         fed: Bool[Tensor, " tokens"],
         num_sequences: int,
     ) -> None:
-        """Keep targets and live choices of the last tokens of a few sequences."""
+        """Keep the target experts and the routers' own choices of the last tokens of a few sequences."""
         if len(fed) % num_sequences:
             return
         places = [self._position[layer] for layer in layers]
@@ -181,7 +183,7 @@ class RouterReplayAudit:
             self._sampled[key][:, : len(rows), places] = both[:, rows].to(torch.int16).cpu().numpy()
 
     def _anomalies(self, totals: AgreementTotals, recomputed: Int[Tensor, "layers 2"]) -> list[RoutingAnomaly]:
-        """Return the anomalies of all ranks. A collective."""
+        """Return the anomalies of a step on all ranks. A collective."""
         found = row_anomalies(totals, self._layers) + _not_taken(totals, self._layers)
         found += _other_recomputed(recomputed, self._layers)
         mine = self._identity(totals)
@@ -194,7 +196,7 @@ class RouterReplayAudit:
         return found or unexplained_disagreement(totals, self._layers)
 
     def _identity(self, totals: AgreementTotals) -> list[RoutingAnomaly]:
-        """Return the anomalies of this rank's sampled sequences, with the layers of all stages. A collective."""
+        """Return the anomalies of this rank's sampled sequences, in the layers of all pipeline stages. A collective."""
         of_stages = [self._sampled]
         if self._place.stages is not None:
             of_stages = [{} for _ in range(dist.get_world_size(self._place.stages))]
@@ -211,7 +213,7 @@ class RouterReplayAudit:
 
 
 class _Seen(NamedTuple):
-    """One router's pass under replay: its targets, and the experts that it chose and took."""
+    """One router in a pass under replay: target experts, experts of its own choice, and the experts that it took."""
 
     target: Int[Tensor, "tokens topk"]
     routed: RoutedTokens
@@ -283,8 +285,8 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Return the number of rows of this rank's routers, and the number of sequences."""
-        # Stages share the marks of all tokens, including stages without a router.
+        """Return the number of tokens of a router on this rank in a pass, and the number of sequences."""
+        # A stage without a router must know it too, because stages exchange which tokens differ.
         tokens = self._arguments.get("input_ids")
         if isinstance(tokens, Tensor):
             return self._num_rows or self._audit.rows_of_batch(tokens), tokens.shape[0]
@@ -304,7 +306,7 @@ class _ChunkWatcher(ForwardWatcher):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the choice of the RouterReplay, and record it."""
+        """Return the experts that the RouterReplay chooses, and record them with its targets."""
         is_replaying, target, number = _is_replaying(replay), replay.target_topk_idx, int(layer.key)
         values, taken = choose(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.is_recomputed():
@@ -358,7 +360,7 @@ def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
 
 
 def _entry(chunk: nn.Module) -> nn.Module:
-    """Return the model inside its wrappers, whose forward has named parameters."""
+    """Return the model inside its wrappers. Unlike theirs, its forward has named parameters."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
@@ -378,7 +380,7 @@ def _place() -> _Place:
 
 
 def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report targets that a router has not taken, such as a fused router that does not read them."""
+    """Report target experts that a router has not taken, because, for example, a fused router reads no targets."""
     missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
     compared = int(totals.tokens[0]) > 0
     return [
@@ -389,7 +391,7 @@ def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAn
 
 
 def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report layers that took other experts in the recomputed pass: its gradient belongs to another function."""
+    """Report layers that took other experts when recomputed, so that their gradient does not fit the forward pass."""
     return [
         RoutingAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer

@@ -34,11 +34,11 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence, rows_of
 
 _ALONE = f"process-{uuid.uuid4().hex[:12]}"
-"""Writer name of a process that is not in a job of several processes."""
+"""Name, in a capture, of a process that is not in a job of several processes."""
 
 
 class Routes:
-    """Routes of the passes in one process inside `record_routes`."""
+    """Routes of the forward passes that one process has made inside `record_routes`."""
 
     def __init__(self, recorder: RouteRecorder):
         self.passes: list[RoutedPass] = []
@@ -56,12 +56,13 @@ class Routes:
         return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
 
     def sequences(self) -> list[RoutedSequence]:
-        """Return the sequences of the passes. The passes of a generation are joined."""
+        """Return the sequences of the passes. The passes of one generation are joined to sequences."""
         return sequences_of(self.passes)
 
     def capture(self, rollout: "Routes | None" = None) -> list[CapturedSequence]:
-        """Return the sequences as in a capture. These routes count as training, and the routes of `rollout` as
-        rollout.
+        """Return the sequences in the form of a capture, with these routes as the routes of training.
+
+        The routes of `rollout`, if given, become the routes of the rollout.
         """
         if rollout is None:
             return training_sequences(self.sequences())
@@ -74,7 +75,7 @@ class Routes:
     def write_capture(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
         """Write the sequences into a capture folder. Return the file, or None without sequences.
 
-        The writer's name is the rank of the process in its job, the same at every step, so that findings can name it.
+        The capture has the rank of the process in its job as the writer's name, so that findings can name the rank.
         """
         sequences = self.capture(rollout)
         from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter  # files need pyarrow, metrics do not
@@ -104,8 +105,8 @@ def audit_sequences(description: CaptureDescription, step: int, sequences: Seque
 
     In a job of several processes, each process calls it with its sequences, and gets the audit of all. Counts and loads
     are sums over the processes. Layers, tokens and sequences are compared in a sample from up to 16 processes. If only
-    one process has lost or wrong routes, it is named. Metrics of log-probabilities and rewards are about the calling
-    process.
+    one process has lost or wrong routes, it is named. Metrics of log-probabilities and rewards are only those of
+    the calling process.
     """
     ranks = [f"rank-{rank}" for rank in range(dist.get_world_size())] if dist.is_initialized() else []
     if len(ranks) < 2:
@@ -118,6 +119,6 @@ def audit_sequences(description: CaptureDescription, step: int, sequences: Seque
 
 
 def anomalies_of(audited: AuditedStep) -> tuple[RoutingAnomaly, ...]:
-    """Return the anomalies of a step's routes. A rollout of different tokens or weights is one of them."""
+    """Return the anomalies of a step's routes. If there are none, report a rollout of different tokens or weights."""
     found = () if audited.report is None else audited.report.anomalies
     return found or tuple(foreign_capture(audited.metrics.get("moe/routing/slot_kappa")))

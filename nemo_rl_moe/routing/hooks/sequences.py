@@ -28,8 +28,8 @@ class RoutedSequence:
 def sequences_of(passes: Sequence[RoutedPass]) -> list[RoutedSequence]:
     """Return the sequences of some passes.
 
-    A pass with a cache continues the previous pass if it begins where the previous pass ends. Passes that continue an
-    unrecorded pass, and passes without token ids, are skipped.
+    A pass with a key-value cache continues the sequences of the previous pass if it begins at the position at which the
+    previous pass ends. Passes that continue an unrecorded pass, and passes without token ids, are skipped.
     """
     found: list[RoutedSequence] = []
     parts: list[RoutedPass] = []
@@ -52,7 +52,7 @@ def _continues(parts: Sequence[RoutedPass], routed: RoutedPass) -> bool:
 
 
 def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
-    """Yield the sequences that successive passes over the same rows of a batch make."""
+    """Yield the sequences of a batch from the successive passes that generated them."""
     if not parts:
         return
     by_row: dict[str, list[torch.Tensor]] = {"token_ids": [], "real": [], "experts": [], "margins": []}
@@ -89,10 +89,11 @@ def training_sequences(training: Sequence[RoutedSequence]) -> list[CapturedSeque
 def paired_sequences(
     rollout: Sequence[RoutedSequence], training: Sequence[RoutedSequence], first: int = 0
 ) -> list[CapturedSequence]:
-    """Return sequences of training with the routes of the rollout that sampled them. Sequences without one are dropped.
+    """Return sequences of training with the routes of the rollout that sampled them. Others are dropped.
 
-    A rollout is fed all but the last token of a sequence, and then padding if other sequences of its batch are longer.
-    So it sampled the training sequence if it has the same tokens up to there, and then ends or has the last token.
+    The model's inputs in a rollout are all but the last token of a sequence, and then padding if other sequences of the
+    batch are longer. So a recorded rollout belongs to a training sequence if it has the same tokens before the last
+    token, and then either ends or has the same last token.
     """
     found = []
     for number, sequence in enumerate(training, start=first):

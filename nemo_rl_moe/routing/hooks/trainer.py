@@ -84,7 +84,7 @@ class RoutingCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
-        recorder = RouteRecorder(model, self._wants)  # first, because it may refuse the model
+        recorder = RouteRecorder(model, self._wants)  # raises for some models, so before other hooks
         enable_load_balance_tracking(model)
         # A scaler of float16 multiplies every gradient by a factor that it changes during training.
         is_scaled = bool(getattr(args, "fp16", False))
@@ -120,7 +120,7 @@ class RoutingCallback(TrainerCallback):
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
-        """Return True if a pass is to be compared: generation, and training after a generation."""
+        """Return True if a pass must be recorded for comparison: a generation, or training after a generation."""
         if kind.is_training:
             return self._has_generated and len(self._compared) < self._max_sequences
         self._has_generated |= kind.has_cache
@@ -135,7 +135,7 @@ class RoutingCallback(TrainerCallback):
         self._compared += pairs[: self._max_sequences - len(self._compared)]
 
     def _router_losses(self, model: nn.Module) -> dict[str, float]:
-        """Return metrics of how the balancing loss's gradient since the last log agrees with its equation."""
+        """Return metrics of how the gradient of the load balancing loss since the last log agrees with its equation."""
         found = None if self._losses is None else self._losses.take()
         updates, self._num_updates = max(self._num_updates, 1), 0
         if found is None:
@@ -180,7 +180,7 @@ def _balancing_coefficient(model: nn.Module) -> float:
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
-    """Return the layers, and their counts as one matrix if their numbers of experts are equal."""
+    """Return the layers, and their counts as one matrix. It is None if numbers of experts differ between layers."""
     indices = indices_of_layers(loads)
     counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
     alike = len({len(row) for row in counts}) == 1

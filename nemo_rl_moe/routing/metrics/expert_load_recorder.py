@@ -19,7 +19,7 @@ def add_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
     valid: Bool[Tensor, " tokens"] | None,
 ) -> None:
-    """Add one router call (a map, or ids of experts) to the counts, in place."""
+    """Add the experts of one router call to the counts, in place. `routed` is a map or ids, `valid` masks tokens."""
     if routed.dtype == torch.bool:
         counts.add_((routed if valid is None else routed & valid[:, None]).sum(0))
         return
@@ -33,7 +33,7 @@ FORWARD, BACKWARD = 1, -1
 
 
 class StepEvent(NamedTuple):
-    """One pass of one model chunk over one microbatch.
+    """Forward or backward pass (`kind`) of one model chunk over one microbatch.
 
     Attributes:
         chunk: Index of the model chunk on this pipeline stage (virtual stage).
@@ -100,7 +100,7 @@ class ExpertLoadRecorder:
         return self._microbatch is not None
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Record an event when the backward pass of this forward begins. `output` is the chunk's output."""
+        """Record a `StepEvent` when the backward pass of a chunk begins. `output` is the output of its forward pass."""
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
 
@@ -110,7 +110,10 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Add one router call inside `training_forward`, otherwise do nothing. Ids are counted at the context's end."""
+        """Count the experts of one router call: a map now, and ids at the end of `training_forward`.
+
+        Does nothing outside of `training_forward`.
+        """
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:
@@ -126,9 +129,7 @@ class ExpertLoadRecorder:
         calls: Sequence[tuple[int, Tensor, Tensor | None]],
         only: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Add router calls. Calls with the same tokens are added at once: on small models an operation costs its
-        launch.
-        """
+        """Count router calls. Calls with the same tokens are counted at once, to launch fewer operations."""
         alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
         for call in calls:
             _, routed, padding = call
@@ -148,7 +149,7 @@ class ExpertLoadRecorder:
 
 
 def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
-    """Return a mask of the tokens that count, or None for all."""
+    """Return a mask of the tokens in `only` that are no padding, or None for all tokens."""
     if padding is None:
         return only
     counted = ~padding.reshape(-1).bool()

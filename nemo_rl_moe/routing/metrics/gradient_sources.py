@@ -25,7 +25,7 @@ def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor
 def gradient_metrics(
     products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
 ) -> dict[str, float]:
-    """Return the metrics of the parts of a gradient, under `router_gradient/`.
+    """Return metrics of how the sources of a router's gradient share it, under `router_gradient/`.
 
     The gradient `g` is the sum of the parts `g_p`. `norm_{p}` is `|g_p|`. `share_{p}` is `<g_p, g> / <g, g>`, the
     part's contribution along the gradient: shares add up to 1, and a part that opposes the others is negative.
@@ -47,8 +47,8 @@ def agreement_metrics(
     """Return how a router's gradient of one source agrees with the equation of its loss.
 
     `scale_{name}` is `<found, expected> / <expected, expected>`: 0.5 if the loss acts with half its coefficient.
-    `error_{name}` is `|found - expected| / |expected|`. It is also large if padding counts. Empty if the length of the
-    expected gradient is at most `floor`.
+    `error_{name}` is `|found - expected| / |expected|`. It is also large if padding tokens count in the loss. The
+    result is empty if the length of the expected gradient is at most `floor`.
     """
     length = float(expected.double().square().sum())
     if length <= floor**2:

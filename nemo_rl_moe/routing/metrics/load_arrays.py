@@ -30,7 +30,7 @@ def coefficient_of_variation(counts: Num[np.ndarray, "*steps layers experts"]) -
 
 
 def deviation_of_utilization(shares: Float[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers"]:
-    """Return the coefficient of variation from the utilization, in layers with load."""
+    """Return the coefficient of variation of loads, from their utilization. Only valid in layers with load."""
     # The mean of the utilizations is 1: no large numbers are subtracted, and balance gives exactly 0.
     off = shares - 1
     deviation: Float[np.ndarray, "*steps layers"] = np.sqrt((off * off).sum(-1) / max(shares.shape[-1] - 1, 1))
@@ -40,7 +40,10 @@ def deviation_of_utilization(shares: Float[np.ndarray, "*steps layers experts"])
 def null_variance(
     counts: Num[np.ndarray, "*steps layers experts"], topk: float | Float[np.ndarray, " layers"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the mean square of cv under random routing of the same tokens, `(1 - k / E) * E / (T * k)`."""
+    """Return the mean square of the coefficient of variation under random routing, `(1 - k / E) * E / (T * k)`.
+
+    `T` is the number of tokens, `k` the top-k, `E` the number of experts.
+    """
     num_experts, totals = counts.shape[-1], counts.sum(-1)
     variance: Float[np.ndarray, "*steps layers"] = (1 - topk / num_experts) * num_experts / (totals + (totals == 0))
     return np.maximum(variance, 0) * (totals > 0)
@@ -59,8 +62,9 @@ def load_distance(
 ) -> Float[np.ndarray, "*steps layers"]:
     """Return the distance between two loads beyond sampling noise, from the differences of their utilizations.
 
-    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`. The null variances of independent tokens add
-    up. A layer without load has the distance 0.
+    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))` of the utilizations `u` and `v` and their
+    `null_variance`. Both variances are subtracted, because they add up for loads of independent tokens. A layer
+    without load has the distance 0.
     """
     difference = utilization(counts) - utilization(others)
     squared = (difference * difference).sum(-1) / max(counts.shape[-1] - 1, 1)
@@ -72,10 +76,10 @@ def load_distance(
 def highest_coefficient_of_variation_by_chance(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the quantile of cv that random routing exceeds with about this probability (below 0.5).
+    """Return the coefficient of variation that random routing exceeds with about this probability (below 0.5).
 
     The sum of squared deviations over its expectation is approximately chi-square with `E - 1` degrees of freedom over
-    `E - 1`. The quantile is the approximation of Wilson and Hilferty (1931).
+    `E - 1`. Its quantile is the approximation of Wilson and Hilferty (1931).
     """
     num_experts = counts.shape[-1]
     degrees = max(num_experts - 1, 1)
@@ -86,7 +90,7 @@ def highest_coefficient_of_variation_by_chance(
 
 
 def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "*steps layers experts"]:
-    """Return the experts without any token, in layers with tokens."""
+    """Return a mask of experts without any token. All False in a layer without tokens."""
     found: Bool[np.ndarray, "*steps layers experts"] = (counts == 0) & (counts.sum(-1, keepdims=True) > 0)
     return found
 
@@ -96,7 +100,7 @@ def overload_of_steps(
 ) -> Float[np.ndarray, "*steps layers"]:
     """Return the load of the busiest expert-parallel rank over the mean rank's, for all tokens of a step together.
 
-    The metric `avg_overload_factor` is a mean over microbatches, where chance weighs more, so it is higher.
+    The metric `avg_overload_factor` is higher, because it is a mean over microbatches, in which chance weighs more.
     """
     loads = counts.reshape(*counts.shape[:-1], expert_parallel_size, -1).sum(-1)
     totals = loads.sum(-1)

@@ -86,7 +86,8 @@ def load_balance_metrics(
 
     Args:
         router_topk: Number of experts of each token. If it is None, the noise-corrected keys are omitted.
-        aux_losses: Load balancing loss of each row before its coefficient, None for rows without a loss.
+        aux_losses: Load balancing loss of each layer, before multiplication with its coefficient. None for a layer
+            without one.
     """
     if not load.layers:
         return {}

@@ -26,15 +26,15 @@ from nemo_rl_moe.shapes import Int
 
 
 class ForwardWatcher:
-    """Observer of a model's forward passes through hooks on the model and its routers.
+    """Base class of observers of a model's forward passes, with hooks on the model and its routers.
 
-    It holds no module, so a watched model is freed like any other.
+    A watcher holds no module, so that a watched model is freed like any other.
     """
 
     def __init__(self, layers: Sequence[RouterLayer]):
         self.layers = list(layers)
         self._handles: list[RemovableHandle] = []
-        # None while only a part of the model runs.
+        # None outside of the model's forward, such as if a loop calls only a part of the model.
         self._gradients_at_entry: bool | None = None
         self._attention_mask: Tensor | None = None
 
@@ -60,11 +60,11 @@ class ForwardWatcher:
 
     @staticmethod
     def is_recomputed() -> bool:
-        """Return True inside a backward pass, where only activation checkpointing runs forward passes."""
+        """Return True inside a backward pass, because forward passes there are repeated by activation checkpointing."""
         return bool(torch._C._current_graph_task_id() != -1)
 
     def is_training_forward(self, router: nn.Module) -> bool:
-        """Return True in the first pass of a router in training, False if it is repeated."""
+        """Return True in a training forward of a router, and False if activation checkpointing repeats it."""
         if not router.training or self.is_recomputed():
             return False
         # Checkpointing may run the first pass of a layer without gradients, so the mode at the model's entry counts.
@@ -72,7 +72,7 @@ class ForwardWatcher:
 
 
 class LoadCounter(ForwardWatcher):
-    """Counter of the assignments of one model in training."""
+    """Counter of the tokens that each expert of one model gets in training."""
 
     def __init__(self, layers: Sequence[RouterLayer]):
         super().__init__(layers)
@@ -93,7 +93,7 @@ class LoadCounter(ForwardWatcher):
         add_assignments(counts, routed, valid)
 
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
-        """Return the counts of all layers in a row, and reset them to zero."""
+        """Return the counts of all layers, concatenated, and reset them to zero."""
         counts, self._counts = self._counts, {}
         for layer in self.layers:
             if layer not in counts:
@@ -149,7 +149,9 @@ def valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | Non
 
 
 def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Return the innermost module that contains the router and takes token ids. Some loops call it directly."""
+    """Return the innermost module that contains the router and takes token ids. Some training loops call this module
+    instead of the model.
+    """
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)
     while path:

@@ -54,11 +54,13 @@ class LayerLoad(TypedDict):
 
 _MAX_BUCKETS = 4096
 _MOST_SORTED = 1024
-"""Up to this many values, sorting all of them is fastest."""
+"""Largest number of values that are all sorted. With more values, buckets are faster."""
 
 
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
-    """Return the positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
+    """Return the positions of the values that have some ranks in ascending order.
+
+    The position for a rank is `sorted(range(n), key=lambda i: (values[i], i))[rank]`.
 
     Equal values are ordered by position, so that every run picks the same ones.
     """
@@ -141,7 +143,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Return the statistics of several groups of layers, in order of the positions of their layers, `rows`."""
+    """Return the statistics of several groups of layers as one. `rows` has each layer's position in the result."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     num_experts = [number for part in parts for number in part.num_experts]
     utilization = torch.cat([part.utilization for part in parts]).split(num_experts)

@@ -17,7 +17,7 @@ def outlier_key(layer: int, expert: int) -> str:
 def with_moe_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under their logged keys, `moe/{key}`.
 
-    Keys of single experts keep their prefix `moe_expert_utilization/`, so that all appear in one chart.
+    Keys of single experts keep their prefix `moe_expert_utilization/`, so that one chart shows all experts.
     """
     return {key if key.startswith(OUTLIER_PREFIX) else MOE_PREFIX + key: value for key, value in metrics.items()}
 

@@ -21,7 +21,7 @@ import numpy as np
 from nemo_rl_moe.shapes import Float
 
 LARGEST_LOG_RATIO = 20.0
-"""Largest exponent, as in the losses: e^20 is half a billion."""
+"""Largest log-ratio of probabilities that is exponentiated, as in the losses: e^20 is half a billion."""
 
 PerToken = Float[np.ndarray, " tokens"]
 
@@ -37,7 +37,7 @@ class RatioLimits:
 def split_gap(
     generation: PerToken, replayed_before: PerToken, own: PerToken, replayed: PerToken | None = None
 ) -> dict[str, PerToken]:
-    """Return the parts of the gap of each token, in nats, float64.
+    """Return the parts of each token's gap (log-probability in training minus that in the rollout), in nats, float64.
 
     Args:
         generation: Log-probabilities of the engine that sampled the tokens.
@@ -60,7 +60,7 @@ def split_gap(
 
 
 def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, float]:
-    """Return metrics of the size of a gap, or of a part of a gap.
+    """Return metrics of the size of a gap, the differences `d` of tokens' log-probabilities, or of a part of a gap.
 
     - `mean_abs`, `max_abs`: mean and maximum of its absolute value, in nats
     - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities

@@ -28,8 +28,9 @@ def specialization(
     """Return each expert's preference beyond chance: 1 for image tokens only, -1 for text only, NaN for one modality.
 
     It is `sign(q - s) sqrt(max(0, (q - s)^2 - v) / (b^2 - v))`, where `q` is the image share of the expert's tokens,
-    `v` the variance of `q` by chance, and `b` the largest possible difference between `q` and `s` in the same direction
-    (`1 - s` or `s`). The preference is 0 if `b` is not beyond chance, as for an expert with few tokens.
+    `s` the image share of all tokens of the layer, `v` the variance of `q` by chance, and `b` the largest possible
+    difference between `q` and `s` in the same direction (`1 - s` or `s`). The preference is 0 if `b` is not beyond
+    chance, as for an expert with few tokens.
     """
     shares = image_share_of_layers(counts, image_counts)[..., None]
     off_share = _ratio(image_counts, counts) - shares
@@ -50,8 +51,9 @@ def modality_separation(
     """Return how far experts separate image and text tokens beyond chance: 0 not at all, 1 fully, NaN for one modality.
 
     Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, is corrected for its mean
-    by chance `V0^2 = (E' - k) / ((T - 1) k)`, where `E'` is the number of experts with tokens: `sqrt(max(0, V^2 - V0^2)
-    / (1 - V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean
+    by chance `V0^2 = (E' - k) / ((T - 1) k)`: `sqrt(max(0, V^2 - V0^2) / (1 - V0^2))`. Expert `e` has `c_e` tokens with
+    the image share `q_e`. The layer has `T` tokens with the image share `s`, the top-k `k`, and `E'` experts with
+    tokens. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean
     of the permutation, which holds for any top-k. With equal numbers of image and text tokens, 0.5 means that each
     expert has three tokens of one modality per token of the other modality.
     """
@@ -82,7 +84,7 @@ def modality_overlap(
 def _num_tokens(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return `T`, or the tokens of the busiest expert if they are more, since a capacity dropped assignments."""
+    """Return `T`, the assignments over top-k, but at least the busiest expert's tokens, as a capacity drops some."""
     return np.maximum(counts.sum(-1) / (topk or 1), counts.max(-1, initial=0))
 
 

@@ -11,7 +11,7 @@ from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad, layer_statis
 from nemo_rl_moe.routing.metrics.modalities import modality_overlap, modality_separation
 
 _OF_EACH = ("max_violation", "expert_diversity", "dead_expert_frac")
-"""Fields of `LayerStatistics` that become metrics of each modality."""
+"""Fields of `LayerStatistics` that become metrics of image tokens and of text tokens."""
 
 
 def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, float]:

@@ -40,7 +40,7 @@ class PredictedOverload(NamedTuple):
 
 
 def check_split(num_experts: int, expert_parallel_size: int) -> None:
-    """Raise a ValueError if the size does not divide the number of experts."""
+    """Raise a ValueError if the expert-parallel size does not divide the number of experts."""
     if expert_parallel_size < 1 or num_experts % expert_parallel_size:
         raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
 
@@ -48,7 +48,10 @@ def check_split(num_experts: int, expert_parallel_size: int) -> None:
 def rank_loads(
     counts_DMLE: Num[Tensor, "slices *events experts"], expert_parallel_size: int
 ) -> Num[Tensor, "slices *events ranks"]:
-    """Return the number of assignments that each rank of a slice computes: the sum over its block of experts."""
+    """Return the number of assignments that each expert-parallel rank computes: the sum over its block of experts.
+
+    A slice is a group of ranks that exchange tokens among themselves.
+    """
     num_experts = counts_DMLE.shape[-1]
     check_split(num_experts, expert_parallel_size)
     return counts_DMLE.unflatten(-1, (expert_parallel_size, num_experts // expert_parallel_size)).sum(-1)
@@ -57,24 +60,24 @@ def rank_loads(
 def overload_factors(
     loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
 ) -> Float[Tensor, " slices *events"]:
-    """Return the highest load over the mean load, or `of_nothing` for a slice without tokens.
+    """Return the highest load of a rank over the mean load, for each slice (ranks that exchange tokens) and event.
 
-    Counts are integers, so balanced loads and a single rank give exactly 1, and all tokens on one rank exactly R.
+    The factor is `of_nothing` without tokens. Counts are integers, so balanced loads and a single rank give exactly 1,
+    and all tokens on one of R ranks give exactly R.
     """
     loads = loads_DMLR.to(torch.float64)
     total = loads.sum(-1)
-    # max / (total / R) would round twice.
+    # The equal max / (total / R) would round twice.
     return (loads.amax(-1) * loads.shape[-1] / total).where(total > 0, of_nothing)
 
 
 def cumulative_peak_ratios(
     loads_DMLR: Num[Tensor, "slices microbatches layers ranks"], stage: StageEvents
 ) -> Float[Tensor, "slices ranks"]:
-    """Return the peak of the assignments that a rank of a stage holds for backward passes, over the peak of balanced
-    loads.
+    """Return how much larger a rank's peak of held assignments is than with balanced loads. 1 without tokens.
 
-    A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
-    divided by the mean rank's peak. 1 without tokens.
+    A rank holds the assignments of a microbatch from its forward to its backward pass. The peak of this running sum is
+    divided by the peak of the mean over ranks.
     """
     slices, _, _, ranks = loads_DMLR.shape
     device = loads_DMLR.device
@@ -104,8 +107,8 @@ def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int,
 class OverloadSums:
     """Sums of overload factors over some events, for each expert-parallel size and layer.
 
-    An event is a layer in a microbatch of a slice. The events can be split over ranks. Then the sums of `factors` and
-    `routed` and the maxima of `maxima` over the ranks are the values of all events.
+    An event is a layer in a microbatch of a slice (ranks that exchange tokens). If the events are split over ranks, the
+    sums of `factors` and `routed` and the maxima of `maxima` over these ranks are the values of all events.
     """
 
     factors: Float[Tensor, "sizes layers"]
@@ -123,7 +126,7 @@ def overload_sums(
     """Add up overload factors over some layers and microbatches of all slices, without waiting for the device.
 
     An expert-parallel size decides which experts share a rank. The counts answer this exactly. It also decides which
-    ranks exchange their tokens. The counts answer this in part:
+    ranks exchange their tokens. The counts answer this in part. With the recorded size R and D slices:
 
     - Size R: exactly the measured values.
     - A multiple of R that divides the D*R ranks of the run: exact, as consecutive slices exchange tokens.
@@ -173,7 +176,7 @@ def overload_metrics(
 
 
 def predictions(sums: OverloadSums) -> list[PredictedOverload]:
-    """Return the mean and maximum over all layers for each size. Both are 1 without tokens."""
+    """Return the mean and maximum overload factor over all layers for each size. Both are 1 without tokens."""
     by_size = zip(*torch.stack([sums.factors, sums.routed, sums.maxima]).tolist(), strict=True)
     return [PredictedOverload(_average(fsum(factors), sum(routed)), max(maxima)) for factors, routed, maxima in by_size]
 

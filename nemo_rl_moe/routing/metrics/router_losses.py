@@ -57,8 +57,8 @@ def balancing_sum(
     Args:
         scores: `p`, from `router_scores`.
         is_token: 1 for tokens, 0 for padding.
-        load: Number of assignments of each expert, over all tokens that are balanced together. They may come from
-            several ranks and microbatches. `f` is an expert's share of the assignments.
+        load: Number of assignments of each expert, over all tokens that are balanced together. These tokens may come
+            from several ranks and microbatches. `f_e` is the expert's share of the assignments.
     """
     share = load / load.sum().clamp(min=1)
     return (is_token @ scores) @ share * scores.shape[-1]
@@ -82,6 +82,8 @@ def sequence_balancing_sum(
     topk: int,
 ) -> Float[Tensor, ""]:
     """Return `E * sum over sequences and experts of f_{s,e} * P_{s,e}` (DeepSeek-V2, equation 23; V3, equation 17).
+
+    `f` is an expert's share of a sequence's assignments, and `P` the mean of its scores over the sequence's tokens.
 
     Args:
         scores: `p`, from `router_scores`.

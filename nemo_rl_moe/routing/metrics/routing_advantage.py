@@ -34,7 +34,10 @@ def add_sequence_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"] | Int[Tensor, "layers tokens topk"],
     rows: Int[Tensor, " tokens"],
 ) -> None:
-    """Add router calls of one or several layers to the counts of sequences, in place, without a host sync."""
+    """Add router calls of one or several layers to counts per sequence, in place, without a host synchronisation.
+
+    `rows` has the index of each token's sequence.
+    """
     if routed.dtype == torch.bool:
         counts[:, layer].index_add_(0, rows, routed.to(counts.dtype))
         return
@@ -44,12 +47,12 @@ def add_sequence_assignments(
 
 
 class TrainedResponses(NamedTuple):
-    """Sequences or complete responses.
+    """Trained sequences or complete responses, with their experts and advantages.
 
     Attributes:
         counts: Number of tokens that each layer sends to each expert.
         advantages: Mean advantage of the trained tokens.
-        groups: Number of the group in which advantages were compared.
+        groups: Id of the group of responses with which the advantage was computed.
     """
 
     counts: Float[Tensor, "responses layers experts"]
@@ -60,14 +63,14 @@ class TrainedResponses(NamedTuple):
 def joined_by_sample(
     sequences: TrainedResponses, num_tokens: Float[Tensor, " sequences"], samples: Int[Tensor, " sequences"]
 ) -> TrainedResponses:
-    """Return one entry per sample. All sequences of a sample share one reward.
+    """Return one entry per sample (sampled response), with all of its sequences, since they share one reward.
 
-    Counts add up, and advantages are means over all trained tokens. Counted separately, the sequences of a conversation
-    that was restarted would be independent responses with equal advantages.
+    Counts are added, and advantages are means over all trained tokens. Without this, the sequences of a restarted
+    conversation would count as independent responses with equal advantages.
 
     Args:
         num_tokens: Number of trained tokens of each sequence.
-        samples: Number of each sequence's sample.
+        samples: Id of the sample of each sequence.
     """
     numbers, places = samples.unique(return_inverse=True)
     if len(numbers) == len(samples):
@@ -107,7 +110,7 @@ def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " seque
 def sums_of_groups(
     counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """Return `sum_s n[s,e]` over the group of each sequence."""
+    """Return, for each sequence, the sum of the counts of its group: `sum_s n[s,e]` over sequences `s` of the group."""
     sums = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)
     return sums.index_select(0, groups)
 
@@ -115,10 +118,10 @@ def sums_of_groups(
 def beyond_length(
     counts: Float[Tensor, "sequences *layers experts"], of_groups: Float[Tensor, "sequences *layers experts"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """Return a sequence's assignments minus the share expected from its length: `n[s,e] - T[s] p[g,e]`.
+    """Return a sequence's assignments minus the number expected from its length: `n[s,e] - T[s] p[g,e]`.
 
-    `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. The sum over the
-    experts of a sequence is 0, and so is the sum over the sequences of a group.
+    `n[s,e]` are the counts, `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's
+    group. The sum over the experts of a sequence is 0, and so is the sum over the sequences of a group.
     """
     lengths, all_lengths = counts.sum(-1, keepdim=True), of_groups.sum(-1, keepdim=True)
     return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)
@@ -127,7 +130,9 @@ def beyond_length(
 def permutation_moments(
     off_mean: Float[Tensor, "sequences experts"], advantages: CentredAdvantages
 ) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"]]:
-    """Return `S[e] = sum_s a_s n[s,e]` minus its mean, and its variance, under permutations within groups.
+    """Return `S[e] = sum_s a_s n[s,e]` minus its mean, and its variance, under permutations of advantages in groups.
+
+    `a_s` is the advantage of sequence `s`, and `n[s,e]` its number of tokens at expert `e`.
 
     For a group of `m` sequences, `E = mean(a) * sum_s n` and `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 /
     (m - 1)`. Both are summed over the groups.
@@ -140,7 +145,12 @@ def advantage_scores(
     advantages: Float[Tensor, " sequences"],
     groups: Int[Tensor, " sequences"],
 ) -> tuple[Float[Tensor, "layers experts"], Float[Tensor, "layers experts"]]:
-    """Return `z = (S - E) / sqrt(Var)` of the counts, and of shares (`beyond_length`). NaN if the variance is 0."""
+    """Return how far experts get tokens of high advantages beyond chance, `z = (S - E) / sqrt(Var)`.
+
+    The first result is computed from token counts, and the second from token counts minus the counts expected from the
+    lengths of the sequences (`beyond_length`). NaN if the variance is 0. See
+    `permutation_moments` for `S`, `E` and `Var`.
+    """
     numbers, groups = groups.unique(return_inverse=True)
     if len(groups) == len(numbers):
         groups = torch.zeros_like(groups)

@@ -22,7 +22,7 @@ class WriterLoad:
 def jensen_shannon(
     one: Int[np.ndarray, "layers experts"], other: Int[np.ndarray, "layers experts"]
 ) -> Float[np.ndarray, " layers"]:
-    """Return the Jensen-Shannon divergence of two loads in bits: 0 for the same shares, 1 for no common expert.
+    """Return the Jensen-Shannon divergence of two expert loads in bits: 0 for equal shares, 1 for no common expert.
 
     NaN in a layer in which one of the loads has no tokens.
     """
@@ -35,7 +35,7 @@ def jensen_shannon(
 
 
 def divergences(counts: Int[np.ndarray, "writers layers experts"]) -> dict[str, Float[np.ndarray, " layers"]]:
-    """Return the divergence of tool results from the model's tokens, and of its calls from its answers, by layer."""
+    """Return by layer how far expert loads diverge: tool results from model tokens, and tool calls from answers."""
     return {
         "results_from_own": jensen_shannon(counts[RESULT], counts[CALL] + counts[ANSWER]),
         "calls_from_answers": jensen_shannon(counts[CALL], counts[ANSWER]),
@@ -48,7 +48,7 @@ def writer_metrics(
     """Return the metrics of a step, under `routing_writers/`: means over layers, and values of each layer."""
     metrics: dict[str, float] = {}
     for name, of_layers in divergences(counts).items():
-        if np.isnan(of_layers).any():  # a writer has no tokens, in all layers alike
+        if np.isnan(of_layers).any():  # a writer has no tokens, which then holds for every layer
             continue
         metrics[f"routing_writers/{name}"] = float(of_layers.mean())
         if per_layer:

@@ -114,12 +114,12 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def trained(turns: Sequence[ConversationTurn]) -> list[ConversationTurn]:
-    """Return the turns, and mark all turns that the model wrote as trained on."""
+    """Return the turns with `is_trained` set to True if the model wrote the turn, and to False otherwise."""
     return [replace(turn, is_trained=turn.is_sampled) for turn in turns]
 
 
 def says_more(turns: Sequence[ConversationTurn]) -> bool:
-    """Return whether a conversation has more than a prompt and a response, whose texts a sample stores anyway."""
+    """Return whether a conversation has more than a prompt and a response. Samples store these two texts separately."""
     return len(turns) > 2 or any(turn.calls for turn in turns)
 
 
@@ -202,7 +202,7 @@ def _pair(value: object) -> tuple[object, object]:
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError("no number of tokens or sequences")
+        raise ValueError("expected a number of tokens or sequences that is 0 or more")
     return value
 
 

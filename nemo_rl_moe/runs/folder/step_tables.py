@@ -42,7 +42,7 @@ class StepTable:
     """Layout of a table. At each step, it has a row for each combination of its other axes, such as layer and expert.
 
     Attributes:
-        values: Name -> type of the columns that are not axes. They have counts, or shares that are not negative or NaN.
+        values: Name -> type of the columns that are not axes: counts, or shares, which may be NaN.
         is_signed: Whether the values may be negative.
         optional: Name -> type of columns that a run may lack.
     """
@@ -108,7 +108,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
         """Add the rows of a step.
 
         Args:
-            axes: Numbers on each axis but the step, such as the layers and the experts.
+            axes: Numbers on each axis except the step, such as the layers and the experts.
             values: Column -> array with one dimension for each of these axes.
         """
         all_axes = (np.array([step]), *map(np.asarray, axes))
@@ -241,7 +241,8 @@ def _spans(folder: Path) -> list[tuple[int, int]]:
 def _files_in_force(folder: Path) -> list[tuple[int, int]]:
     """Return (first step, last step) of the files to read.
 
-    A span inside another is skipped. It remains if a run was killed while it joined or cut files.
+    A file whose span of steps lies inside the span of another file is skipped. Such a file remains if a run was killed
+    while it joined or cut files.
     """
     spans = _spans(folder)
     return [

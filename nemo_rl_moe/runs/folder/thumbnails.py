@@ -64,7 +64,7 @@ class ThumbnailWriter:
         return names
 
     def _has(self, model_image: SavedImage) -> bool:
-        """Write the thumbnail if it is new. Return False if the limit of files is reached."""
+        """Return whether the file of a thumbnail exists. Write a missing file unless the limit of files is reached."""
         if self._written is None:  # a resumed run already has thumbnails
             self._folder.mkdir(parents=True, exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}

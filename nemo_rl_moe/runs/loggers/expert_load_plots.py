@@ -70,7 +70,7 @@ class HeatmapGeometry:
 
 
 def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-    """Return key -> PNG file of both plots."""
+    """Return key -> PNG file of the heatmap, and of the plot of sorted loads."""
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
         SORTED_LOAD_KEY: as_png(draw_sorted_load(step, layers, counts)),

@@ -181,7 +181,7 @@ class IsolatedLogger:
             self.is_active = False
         self._notices.warn(
             f"logger {self.name} did not end within {time.monotonic() - self._asked_at:.0f} s and is abandoned; "
-            f"{num_waiting} steps that waited for it are not in it"
+            f"{num_waiting} steps in its queue are not logged there"
         )
         if self._abandon is not None:
             with contextlib.suppress(Exception):

@@ -35,6 +35,10 @@ def load_view(
       stretch of consecutive steps
     - `outliers`: utilization over time of the most and least loaded experts
     - `what_if`: overload (work of the busiest rank over the mean) over time for each expert-parallel size
+
+    Args:
+        own_size: Expert-parallel size of the run.
+        detail: Factor on the number of points of each line, 1 for full detail.
     """
     points = max(int(_MOST_POINTS * detail), _FEWEST)
     return {

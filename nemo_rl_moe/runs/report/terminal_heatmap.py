@@ -54,7 +54,7 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
 
 
 def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int) -> Float[np.ndarray, "rows columns"]:
-    """Return a smaller heatmap. A merged cell gets the value farthest from 1 as a factor. 0 (dead) is the farthest."""
+    """Return a smaller heatmap. A merged cell gets its most extreme value: 0 (dead), or the farthest from 1."""
     for axis, number in ((1, columns), (0, rows)):
         with np.errstate(divide="ignore"):
             deviation = np.where(np.isnan(shares), -1.0, np.abs(np.log2(shares)))

@@ -151,7 +151,7 @@ class RunWatcher:
         return time.time() - record.time < 2 * MAX_DELAY_S
 
     def _update_capture(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[RoutingAnomaly]]) -> None:
-        """Observe the captures of new steps, also of a last step without metrics, since anomalies may end the run."""
+        """Observe the captures of new steps. The last step may have no metrics, because its anomalies ended the run."""
         with_capture = {record.step for record in records if ANOMALIES in record.metrics}
         for step in sorted(with_capture | wrong.keys()):
             if step > self._last_capture_step:

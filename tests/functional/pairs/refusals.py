@@ -34,7 +34,8 @@ _SHARED_WEIGHTS = (
     " trained; megatron_separate and vllm have copies and can run ahead"
 )
 _FEWER_THAN_A_STEP = (
-    f"{_LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with fewer no group could run ahead"
+    f"{_LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with a smaller lag no group could be"
+    " generated ahead of its step"
 )
 _STALENESS = {"staleness_1": 1, "staleness_2": 2, "drop": 1}
 
@@ -60,7 +61,8 @@ REFUSALS: tuple[Refusal, ...] = (
     # A teacher's log-probabilities are over all tokens.
     Refusal(
         {"algorithm": "distillation", "sampling_mask": "replay"},
-        "policy.generation.top_k: got 64, expected null with teachers, whose distribution is that of unchanged logits",
+        "policy.generation.top_k: got 64, expected null with teachers: they score with unchanged logits, so the policy"
+        " must sample from unchanged logits too",
     ),
 )
 

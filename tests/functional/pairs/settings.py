@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from tests.functional import grpo_runs, sft_runs
-from tests.support.moe_teachers import make_moe_teacher
+from tests.support.golden_runs import make_moe_teacher
 
 STEPS_BEFORE_STOP, NUM_STEPS = 2, 3
 NUM_PROMPTS_A_STEP, NUM_GENERATIONS = 2, 2

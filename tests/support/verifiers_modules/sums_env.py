@@ -22,7 +22,6 @@ def add(a: int, b: int) -> int:
 
 
 def right(completion: Any, answer: str) -> float:
-    """Return 1 where the last message ends in the answer."""
     return float(str(completion[-1]["content"]).strip().endswith(answer))
 
 
@@ -33,7 +32,6 @@ def digits(completion: Any) -> float:
 
 
 def fails(completion: Any) -> float:
-    """Raise."""
     raise ValueError("no score")
 
 
@@ -44,7 +42,6 @@ def hangs(completion: Any) -> float:
 
 
 def compares(completions: Any) -> list[float]:
-    """Score a group."""
     return [0.0 for _ in completions]
 
 
@@ -52,7 +49,6 @@ class AsksAgain(vf.MultiTurnEnv):
     """Asks whether that is so, and sends a history of its own the second time."""
 
     async def env_response(self, messages: Any, state: Any, **options: Any) -> Any:
-        """Answer a response."""
         if len(state["trajectory"]) == 1:
             return [{"role": "user", "content": "Are you sure?"}]
         raise vf.ToolCallError("the server is gone")
@@ -65,7 +61,6 @@ class AsksAgain(vf.MultiTurnEnv):
 
 
 def load_environment(kind: str = "single", max_turns: int = 3, reward: str = "right") -> vf.Environment:
-    """Make an environment."""
     rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a, b in SUMS]
     functions = {"right": right, "digits": digits, "fails": fails, "hangs": hangs, "compares": compares}
     if reward not in functions:

@@ -12,8 +12,6 @@ SUMS = [(3, 4), (10, 5), (2, 2), (20, 1), (7, 7), (1, 8), (30, 12), (6, 5)]
 
 
 class SumData(vf.TaskData):
-    """One sum."""
-
     answer: str
     wants: str = "digits"
 
@@ -28,8 +26,6 @@ class Adder(vf.Toolset[vf.ToolsetConfig]):
 
 
 class SumConfig(vf.TaskConfig):
-    """Settings of tasks."""
-
     with_tool: bool = False
 
 
@@ -54,8 +50,6 @@ class SumTask(vf.Task[SumData, vf.State, SumConfig]):
 
 
 class SumsConfig(vf.TasksetConfig):
-    """Settings of the taskset."""
-
     task: SumConfig = SumConfig()
     split: Literal["train", "test"] = "train"
     wants: str = "digits"
@@ -66,7 +60,6 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
     """Six sums to train on, and two to test with."""
 
     def load(self) -> Iterator[SumTask]:
-        """Yield the tasks."""
         for a, b in SUMS[:6] if self.config.split == "train" else SUMS[6:]:
             data = SumData(prompt=f"{a}+{b}=?", system_prompt="Add.", answer=str(a + b), wants=self.config.wants)
             yield SumTask(data, self.config.task)
@@ -76,7 +69,6 @@ class AskingEnv(vf.Env[vf.SingleAgentEnvConfig]):
     """Asks whether that is so."""
 
     async def run(self, task: SumTask, agents: vf.Agents) -> None:
-        """Play one task."""
         if not self.config.taskset.asks_again:
             await agents.agent.run(task)
             return

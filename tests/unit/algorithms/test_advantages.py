@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.algorithms.advantages import clip_advantages, frac_zero_std_groups
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 from nemo_rl_moe.rl.estimators.comparison import informative_groups
-from tests.support.estimators import advantages_of_named, advantages_of_rewards
+from tests.support.grpo_inputs import advantages_of_named, advantages_of_rewards
 
 ESTIMATORS = ["grpo", "reinforce_plus_plus_baseline"]
 

@@ -34,8 +34,8 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.loggers import DiaryOfCheckpoints, make_recorder
+from tests.support.scripted_rollouts import ScriptedEngine
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
 ASYNCHRONOUS = ("grpo.rollouts.mode=asynchronous", "policy.generation.backend=vllm")

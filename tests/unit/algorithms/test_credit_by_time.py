@@ -14,10 +14,9 @@ import pytest
 from nemo_rl_moe.algorithms.grpo_batch import advantages_of_groups, shaped_rewards
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
-from tests.support.conversations import ALL
+from tests.support.conversations import ALL, MODEL, client_of, ended, play
 from tests.support.grpo_fakes import small_config, trajectory
-from tests.support.thread_agents import MODEL, client_of, ended, play
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.unit.algorithms.test_critic import PLAIN, columns_of, ppo_config, values_of
 from tests.unit.algorithms.test_reward_model import scored
 from tests.unit.algorithms.test_turn_credit import config_of, groups_of

@@ -21,7 +21,7 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import PAD_TOKEN, SMALL_RUN, trajectory
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.unit.algorithms.test_grpo_loop import Loop
 from tests.unit.algorithms.test_turn_credit import response
 

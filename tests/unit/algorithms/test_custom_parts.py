@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError, UserCodeError
 from tests.support import custom_parts
 from tests.support.custom_parts import NAME
-from tests.support.estimators import advantages_of_rewards
+from tests.support.grpo_inputs import advantages_of_rewards
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 
@@ -56,7 +56,7 @@ def test_twice_the_loss_is_twice_the_loss_with_all_that_is_around_it(corrected: 
         (f"{NAME}:NOT_CALLABLE", f"{NAME}:NOT_CALLABLE is 3 (int), expected a function"),
         (f"{NAME}:one_for_each_group", "returned shape [16], expected a tensor of shape [16, 8]: one advantage for"),
         (f"{NAME}:divided_by_the_spread", "returned NaN or infinity, expected finite advantages"),
-        (f"{NAME}:raising", "raised, on rewards of 0 and 1: KeyError: 'no such key'"),
+        (f"{NAME}:raising", "raised in a trial with rewards of 0 and 1: KeyError: 'no such key'"),
         (f"{NAME}:two_arguments", "cannot be called with the EstimatorInputs: missing a required argument: 'config'"),
     ],
 )
@@ -74,9 +74,9 @@ def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -
         ("no_such_module:doubled", "there is no module no_such_module, neither installed nor in the working folder"),
         (f"{NAME}:mean_loss", "returned shape [], expected a tensor of shape [2, 3]: the loss of each token"),
         (f"{NAME}:detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
-        (f"{NAME}:raising", "raised, on three tokens: KeyError: 'no such key'"),
-        (f"{NAME}:leaving", "raised, on three tokens: SystemExit: 3"),
-        (f"{NAME}:without_numbers", "returned, on three tokens, a loss whose value or gradient is NaN or infinite"),
+        (f"{NAME}:raising", "raised in a trial on three tokens: KeyError: 'no such key'"),
+        (f"{NAME}:leaving", "raised in a trial on three tokens: SystemExit: 3"),
+        (f"{NAME}:without_numbers", "returned a loss whose value or gradient is NaN or infinite in a trial"),
         (f"{NAME}:two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
     ],
 )

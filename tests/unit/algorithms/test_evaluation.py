@@ -10,7 +10,7 @@ import torch
 from nemo_rl_moe.algorithms.evaluation import Estimate, estimate, passes, summarise_evaluation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import LEAVE_OUT
-from tests.support.trajectories import tokens_of
+from tests.support.grpo_inputs import tokens_of
 
 
 def trajectory(reward: float, is_correct: bool) -> Trajectory:

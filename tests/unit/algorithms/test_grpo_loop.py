@@ -47,9 +47,9 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.made_captures import routing_report
+from tests.support.loggers import DiaryOfCheckpoints, make_recorder
+from tests.support.made_runs import routing_report
 from tests.support.quick_list import examples
-from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
 TWO_UPDATES = ("policy.train_global_batch_size=3", "cluster.cpu_workers_per_node=1")

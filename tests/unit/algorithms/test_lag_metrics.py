@@ -27,8 +27,8 @@ from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
 from nemo_rl_moe.runs.folder.by_lag import LAG_STATISTICS, LagTable
 from nemo_rl_moe.token_lag import LAG_CLASSES, LOWEST_LAGS, NO_LAG, TOKEN_LAG, lag_classes
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
+from tests.support.grpo_inputs import with_tokens
 from tests.support.quick_list import examples
-from tests.support.trajectories import with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 NAN = float("nan")

@@ -87,7 +87,7 @@ def test_losses_that_can_be_used_pass(config: GRPOMasterConfig) -> None:
         ),
         (without_a_dict, "returned metrics as None (NoneType), expected a dict"),
         (without_a_gradient, "returned a loss without a gradient, expected one that depends on the log-probabilities"),
-        (raising, "raised, on three tokens: KeyError: 'no such key' (test_loss_trial.py:"),
+        (raising, "raised in a trial on three tokens: KeyError: 'no such key' (test_loss_trial.py:"),
     ],
 )
 def test_what_cannot_be_used_is_named(

@@ -27,7 +27,7 @@ from tests.support.grpo_fakes import (
     small_config,
     trajectory,
 )
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
 
 SECTION = (
     "reward_model={model_name: a, logprob_batch_size: 2, weight: 0.5, megatron_cfg: {tensor_model_parallel_size: 1,"

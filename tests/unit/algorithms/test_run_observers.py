@@ -12,7 +12,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
-from tests.support.made_captures import routing_report
+from tests.support.made_runs import routing_report
 
 
 def trained(*anomalies: RoutingAnomaly) -> TrainResult:

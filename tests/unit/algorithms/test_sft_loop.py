@@ -26,7 +26,7 @@ from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.grpo_fakes import ListLogger
-from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
+from tests.support.loggers import DiaryOfCheckpoints, make_recorder
 
 BATCH_SIZE = 2
 NUM_EXAMPLES = 7  # three batches an epoch, one example left over

@@ -15,7 +15,7 @@ from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from tests.support.grpo_fakes import ListLogger
-from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
+from tests.support.loggers import DiaryOfCheckpoints, make_recorder
 
 
 def outcome(

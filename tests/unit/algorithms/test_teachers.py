@@ -28,9 +28,9 @@ from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.bigram_models import BigramModel
 from tests.support.grpo_fakes import trajectory
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
+from tests.support.tiny_model import BigramModel
 
 VOCABULARY, K = 12, 4
 MIXTURE = (

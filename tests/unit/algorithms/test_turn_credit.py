@@ -20,8 +20,8 @@ from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import turns_of_tokens
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
+from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.support.quick_list import examples
-from tests.support.trajectories import tokens_of, with_tokens
 
 Turns = Sequence[float]
 """Rewards of the turns of a response."""

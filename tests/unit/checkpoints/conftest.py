@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.place_of_runs import Place
-from tests.support.saving_run import Run
+from tests.support.saving_runs import Place, Run
 
 
 @pytest.fixture

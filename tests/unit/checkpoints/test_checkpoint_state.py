@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from nemo_rl_moe.checkpoints.state import LoopState, json_ready, read_state, write_state
 from nemo_rl_moe.errors import CheckpointError
-from tests.support.saving_run import Run
+from tests.support.saving_runs import Run
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import pytest
 
 from nemo_rl_moe.checkpoints.store import CheckpointStore
 from nemo_rl_moe.errors import CheckpointError
-from tests.support.checkpoint_writer import is_whole
-from tests.support.saving_run import Run
+from tests.support.saving_runs import Run, is_whole
 
 KEEP_ALL = "checkpointing.keep_top_k=null"
 

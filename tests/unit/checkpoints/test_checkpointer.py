@@ -14,9 +14,8 @@ from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.resume import ResumePoint
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError
-from tests.support.checkpoint_writer import ThreadedWriter, is_whole
-from tests.support.full_disk import file_system_of, files_no_longer_than
-from tests.support.saving_run import Run
+from tests.support.clocks_and_disks import file_system_of, files_no_longer_than
+from tests.support.saving_runs import Run, ThreadedWriter, is_whole
 
 MakeRun = Callable[..., Run]
 C = "checkpointing"
@@ -183,7 +182,7 @@ def test_closing_leaves_no_thread_at_work(make_run: MakeRun, monkeypatch: pytest
     while not syncing.wait(0.01):
         run.checkpointer.poll()
     run.checkpointer.close(0.05)
-    assert run.warnings == [f"{run.store.folder}: the disk has not answered for 0.05 s and is not waited for"]
+    assert run.warnings == [f"{run.store.folder}: gave up waiting for the disk after 0.05 s"]
     may_sync.set()
     run.checkpointer.close(60)
     assert len(run.warnings) == 1

@@ -24,7 +24,7 @@ from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.launch.saved_training import SavedTraining
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from tests.support.place_of_runs import Place
+from tests.support.saving_runs import Place
 
 
 @pytest.mark.parametrize(

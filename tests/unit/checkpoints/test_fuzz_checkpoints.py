@@ -13,9 +13,8 @@ import pytest
 
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import UserError, report_error
-from tests.support.fuzzing import Case, Output, fuzz
-from tests.support.mutations import mutated_bytes, mutated_json
-from tests.support.place_of_runs import Place, saved
+from tests.support.fuzzing import Case, Output, fuzz, mutated_bytes, mutated_json
+from tests.support.saving_runs import Place, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

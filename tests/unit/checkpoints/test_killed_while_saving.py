@@ -15,15 +15,15 @@ import pytest
 
 from nemo_rl_moe.checkpoints.store import CheckpointStore
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.checkpoint_writer import is_whole
+from tests.support.saving_runs import is_whole
 
 NUM_KILLS = 25
 
 
 @pytest.fixture
 def saver(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Starts a run for each line that it gets; see `tests/support/save_in_a_loop.py`."""
-    command = [sys.executable, "-m", "tests.support.save_in_a_loop", str(tmp_path)]
+    """Starts a run for each line that it gets; see `tests/support/saving_runs.py`."""
+    command = [sys.executable, "-m", "tests.support.saving_runs", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY_ROOT)}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY_ROOT, env=environment

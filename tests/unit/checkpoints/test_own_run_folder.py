@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from tests.support.place_of_runs import Place, saved
+from tests.support.saving_runs import Place, saved
 
-NEW_FOLDER = "metrics go on in a new folder"
+NEW_FOLDER = "this run writes its metrics to a new folder"
 
 
 def test_a_copied_checkpoint_leaves_the_original_run_as_it_is(place: Place) -> None:
@@ -19,7 +19,7 @@ def test_a_copied_checkpoint_leaves_the_original_run_as_it_is(place: Place) -> N
     point = place.found(f"checkpointing.checkpoint_dir={branch}")
     assert (point.step, point.run_folder) == (10, None)
     assert place.warnings == [
-        f"{branch}/step_10 is a copy: {place.run_folder(3)} is left as it is, and {NEW_FOLDER}",
+        f"{branch}/step_10 is a copy: the folder of its run, {place.run_folder(3)}, stays unchanged, and {NEW_FOLDER}",
     ]
     assert place.found(shared=True).run_folder == place.run_folder(3)
 

@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.support.place_of_runs import NEVER, Place, saved
+from tests.support.saving_runs import NEVER, Place, saved
 
 
 @pytest.mark.parametrize("overrides", [(), (NEVER,)])

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl_moe.checkpoints.changes import changed_keys, other_experiment
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.errors import CheckpointError
-from tests.support.place_of_runs import NEVER, Place, saved
+from tests.support.saving_runs import NEVER, Place, saved
 
 
 def test_nothing_to_go_on_from(place: Place) -> None:
@@ -32,7 +32,7 @@ def test_the_newest_run_that_has_a_checkpoint(place: Place) -> None:
     assert point.run_folder == place.folder / "logs" / "exp_1000"
     assert place.warnings == []
     assert point.summary(50) == f"going on from {point.folder}: 20 of 50 steps are done"
-    assert "20 of 20 steps are done. For more of them set a higher sft.max_num_steps" in point.summary(20)
+    assert "20 of 20 steps are done. For more steps set a higher sft.max_num_steps" in point.summary(20)
     assert place.find(NEVER) is None
     assert place.warnings == []
 
@@ -57,7 +57,7 @@ def test_a_run_folder_that_is_gone_is_replaced_by_a_new_one(place: Place) -> Non
     saved(place.run(3, shared=True), 10)
     shutil.rmtree(place.folder / "logs/exp_003")
     assert place.found(shared=True).run_folder is None
-    assert "metrics go on in a new folder" in place.warnings[0]
+    assert "this run writes its metrics to a new folder" in place.warnings[0]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -104,7 +104,7 @@ def test_changes_are_reported_in_one_line_and_the_layout_in_another(place: Place
         "the configuration differs from the checkpoint's: policy.max_grad_norm 1.0 -> null;"
         " policy.megatron_cfg.moe_z_loss_coeff not set -> 0.001; policy.train_micro_batch_size 64 -> 32;"
         " sft.max_num_steps 200 -> 400",
-        "continues in another layout, equal within rounding and not to the last bit: data_parallel_size 2 -> 4;"
+        "the parallel layout has changed, so results may differ by rounding: data_parallel_size 2 -> 4;"
         " expert_model_parallel_size 1 -> 2; workers 2 -> 4",
     ]
 
@@ -178,7 +178,7 @@ def test_another_experiment_starts_anew_where_no_folder_was_named(
             assert place.find(override) is None
     (line,) = place.warnings
     folder = place.run_folder(1)
-    assert line.startswith(f"{folder} is passed over, and this run starts anew: {difference}")
+    assert line.startswith(f"{folder} is not resumed, and this run starts anew: {difference}")
     assert line.endswith(f"set checkpointing.checkpoint_dir={folder}/checkpoints")
     assert place.found("policy.megatron_cfg.optimizer.lr=0.5").step == 10, "the same experiment with another rate"
 

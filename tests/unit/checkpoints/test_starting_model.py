@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.errors import ConfigurationError
-from tests.support.place_of_runs import NEVER, Place, saved
+from tests.support.saving_runs import NEVER, Place, saved
 
 FOLDERS = ("step_10", "step_10/policy", "final")
 

@@ -127,8 +127,8 @@ def test_a_loop_that_generates_in_turns_lets_no_rollouts_run_ahead(working_folde
     path = write_config(working_folder)
     ahead = ["policy.generation.backend=vllm", "grpo.rollouts.mode=asynchronous"]
     assert refused(load_any_config, path, ahead, check_paths=False) == [
-        "grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm own, whose loop generates the"
-        " responses of a step when it begins"
+        "grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm own, whose loop generates a"
+        " step's responses only when the step begins"
     ]
     assert load_any_config(path, check_paths=False)
     of_an_own_loop = (working_folder / path).read_text().replace(":OWN", ":AHEAD")

@@ -23,7 +23,7 @@ GIVEN = (
     "grpo.adv_estimator.normalize_rewards=false",
     "policy.megatron_cfg.capture_routing=false",
 )
-NOBODY = f"with {KEY}.responses given, which are not sampled"
+NOBODY = f"with {KEY}.responses given: given responses are not sampled"
 
 BROKEN: dict[str, dict[tuple[str, ...], str]] = {
     "estimates_from_old_tokens_are_bounded": {
@@ -33,8 +33,9 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
             "grpo.rollouts.mode=asynchronous",
             "grpo.rollouts.max_staleness=1",
         ): f"{KEY}.topk_logits_k: got null with grpo.rollouts.max_staleness 1 and"
-        " loss_fn.importance_sampling_correction none: the importance weights of tokens of an older policy would have"
-        " no bound; a correction, such as truncated, sets one, and candidates need no importance weights"
+        " loss_fn.importance_sampling_correction none: tokens that older weights sampled would have importance weights"
+        " without a bound; set a correction such as truncated, which bounds the weights, or a number of candidates,"
+        " which need no weights"
     },
     "responses_have_a_teacher": {
         (f"{KEY}.teachers={{}}", "cluster.roles={}"): f"{KEY}.teachers: got none, expected one or more, each with"
@@ -65,8 +66,8 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         " (algorithm: grpo)"
     },
     "policy_is_sampled_as_it_is": {
-        ("policy.generation.top_p=0.9",): "policy.generation.top_p: got 0.9, expected 1 with teachers, whose"
-        " distribution is that of unchanged logits"
+        ("policy.generation.top_p=0.9",): "policy.generation.top_p: got 0.9, expected 1 with teachers: they score"
+        " with unchanged logits, so the policy must sample from unchanged logits too"
     },
     "given_responses_are_not_sampled": {
         (f"{KEY}.cross_entropy_weight=0.5",): f"{KEY}.cross_entropy_weight: got 0.5, expected 0 with {KEY}.responses"

@@ -74,7 +74,7 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
     "lag_is_a_number_of_steps": {
         (*AHEAD, f"{ROLLOUTS}.target_lag=2"): f"{ROLLOUTS}.target_lag: got 2, expected at most {LAG} = 1, or null",
         (*AHEAD, "grpo.num_prompts_per_step=32"): f"{LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer"
-        " steps, and with fewer no group could run ahead",
+        " steps, and with a smaller lag no group could be generated ahead of its step",
     },
     "old_tokens_are_corrected": {
         (*AHEAD, f"{LAG}=2", "loss_fn.force_on_policy_ratio=always"): "loss_fn.force_on_policy_ratio: got always,"
@@ -125,8 +125,8 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         ): f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with {ROLLOUTS}.mode synchronous: no response"
         " continues after an update",
         (*AHEAD, f"{VLLM}.prefix_caching=keep", "policy.megatron_cfg.capture_routing=false"): f"{VLLM}.prefix_caching:"
-        " got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: nothing would weigh tokens"
-        " sampled after keys and values of old weights",
+        " got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: without the correction,"
+        " tokens sampled from keys and values of old weights would count in full",
         (
             *ON_GPUS,
             "+cluster.roles.generation={gpus_per_node: 2}",
@@ -180,7 +180,7 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
     },
     "importance_bounds_are_in_order": {
         ("loss_fn.importance_sampling_correction=sequence_mask",): "loss_fn.importance_sampling_ratio_min: got null,"
-        " expected a number with loss_fn.importance_sampling_correction sequence_mask, such as 0.999 beside a"
+        " expected a number with loss_fn.importance_sampling_correction sequence_mask, such as 0.999 with a"
         " loss_fn.importance_sampling_ratio_max of 1.002",
         (
             "loss_fn.importance_sampling_correction=icepop",
@@ -230,8 +230,8 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
             "loss_fn.reference_policy_kl_penalty=0.1",
             "loss_fn.reference_policy_kl_type=k1",
             "loss_fn.reference_policy_kl_gradient=divergence",
-        ): "loss_fn.reference_policy_kl_gradient: got divergence, expected estimate with loss_fn.use_kl_in_reward true,"
-        " which adds nothing to the loss",
+        ): "loss_fn.reference_policy_kl_gradient: got divergence, expected estimate with loss_fn.use_kl_in_reward true:"
+        " the divergence is then in the reward, and has no gradient in the loss",
     },
     "replay_has_routes": {
         (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_router_fusion=true"): "policy.megatron_cfg.moe_router_fusion:"
@@ -286,8 +286,8 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         " verifiers, whose environment has its own data",
         (*TASKSET, "data.train.path=a.jsonl"): "data.train.path: got a.jsonl, expected null with env.driver.kind"
         " verifiers_v1, whose environment has its own data",
-        (*TASKSET, "env.driver.validation=null"): "env.driver.validation: got null, expected settings such as {split:"
-        " test} or a number of tasks that are held out; or data.validation: null",
+        (*TASKSET, "env.driver.validation=null"): "env.driver.validation: got null, expected the settings of held-out"
+        " tasks, such as {split: test}, or their number; or set data.validation: null",
         (*TASKSET, "+env.driver.agent.max_turns=3"): "env.driver.agent.max_turns: got 3, expected none:"
         " env.driver.max_turns sets it",
         (*TASKSET, "+env.driver.validation.id=other"): "env.driver.validation.id: got other, expected none:"
@@ -302,7 +302,7 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         " verifiers, which gives one reward; callable and custom give several",
         (*OPENENV, f"{WEIGHTS}={{a: 1.0}}"): "env.reward_weights: got a, expected null with env.driver.kind openenv,"
         " which gives one reward; callable and custom give several",
-        (*CALLABLE, f"{WEIGHTS}={{}}"): f"{WEIGHTS}: got no name, expected a weight for each reward, such as"
+        (*CALLABLE, f"{WEIGHTS}={{}}"): f"{WEIGHTS}: got {{}}, expected the weight of each reward by name, such as"
         " {accuracy: 1.0, format: 0.5}, or null",
         (*CALLABLE, f"{WEIGHTS}={{a: 0.0, b: 0}}"): f"{WEIGHTS}: all weights are 0, so that nothing would be trained",
         (f"{WEIGHTS}={{a: 1.0, b: 0.5}}",): f"{WEIGHTS}: got a, b, expected null with env.reward.kind reasoning_gym,"
@@ -346,12 +346,12 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
     },
     "rewards_are_named": {
         (f"{ESTIMATOR}=gdpo",): f"{WEIGHTS}: got null, expected a weight for each reward with grpo.adv_estimator.name"
-        " gdpo, which compares each named reward apart",
+        " gdpo, which compares each named reward separately",
         (
             *NAMED,
             "grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}",
         ): "grpo.reward_shaping.enabled: got true, expected false with grpo.adv_estimator.name gdpo, which compares"
-        " each named reward apart: there is no single reward to change",
+        " each named reward separately: there is no single reward to change",
     },
     "rewards_are_not_scaled": {
         (f"{ESTIMATOR}=reinforce",): "grpo.adv_estimator.normalize_rewards: got true, expected false with"
@@ -366,8 +366,9 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         (
             f"{EXPERT_PARALLEL}=2",
             "+policy.megatron_cfg.moe_token_dispatcher_type=allgather",
-        ): "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank;"
-        " while generating, experts that are shared between ranks need alltoall"
+        ): "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, expected alltoall with experts that are"
+        " divided between ranks: allgather needs the same number of tokens on every rank, and generation does not"
+        " ensure that"
     },
     "environment_has_its_reward_model": {
         (*BY_MODEL,): "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and"

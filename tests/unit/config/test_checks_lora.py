@@ -24,8 +24,8 @@ def lora(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     {
-        (lora(targets="[q_proj]"),): "policy.lora.experts: got per_expert, expected none, or one of gate_proj, up_proj,"
-        " down_proj or all-linear among policy.lora.targets",
+        (lora(targets="[q_proj]"),): "policy.lora.experts: got per_expert, but policy.lora.targets has no layer of the"
+        " experts; expected policy.lora.experts none, or a target gate_proj, up_proj, down_proj or all-linear",
         (lora(), "policy.freeze.language_model=true"): "policy.freeze.language_model: got true, expected false with"
         " policy.lora, which freezes all weights",
         (lora(targets="[all-linear, router]"), f"{M}.freeze_moe_router=true"): f"{M}.freeze_moe_router: got true,"
@@ -59,8 +59,8 @@ def test_rollouts_know_the_adapters(grpo_problems_of: Problems) -> None:
     assert line in grpo_problems_of(lora(), "policy.generation.lora_refit=adapter", *over_device)
     assert line not in grpo_problems_of(lora(), *over_device)
     assert grpo_problems_of(lora(dropout=0.1)) == [
-        "policy.lora.dropout: got 0.1, expected 0.0: rollouts are sampled without dropout, so that the ratio of"
-        " probabilities would contain its effect"
+        "policy.lora.dropout: got 0.1, expected 0.0: rollouts are sampled without dropout, so dropout in training would"
+        " change the probability ratio"
     ]
 
 

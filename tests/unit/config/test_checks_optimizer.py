@@ -17,7 +17,7 @@ GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
 
 REFUSED = {
     f"{O}.exp_avg_dtype=bfloat16": f"got bfloat16, expected float32 unless {O}.use_precision_aware_optimizer=true",
-    OFFLOAD: f"true needs {O}.use_precision_aware_optimizer=true, whose gradients it takes",
+    OFFLOAD: f"true needs {O}.use_precision_aware_optimizer=true, which provides its gradients",
     f"{O}.overlap_cpu_optimizer_d2h_h2d=true": f"got true, expected false unless {O}.optimizer_cpu_offload=true",
     f"{O}.optimizer_offload_fraction=0": "got 0 (int), expected a number above 0 and up to 1",
 }

@@ -85,7 +85,7 @@ def test_base_file_has_the_keys_that_all_algorithms_share_and_no_other() -> None
 def test_base_file_starts_no_run_and_is_not_offered() -> None:
     assert BASE_NAME not in exemplar_names()
     assert refused(load_any_config, BASE_NAME, check_paths=False) == [
-        "base.yaml: no section names its algorithm; expected sft or dpo or grpo or ppo or distillation"
+        "base.yaml: has no section of an algorithm, expected sft or dpo or grpo or ppo or distillation"
     ]
 
 

@@ -112,7 +112,7 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(own, check_paths=False)
     expected = "expected sft or dpo or grpo or ppo or distillation"
-    assert caught.value.problems == [f"{own}: no section names its algorithm; {expected}"]
+    assert caught.value.problems == [f"{own}: has no section of an algorithm, {expected}"]
 
 
 def test_parameters_of_a_task_are_free() -> None:

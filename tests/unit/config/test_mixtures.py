@@ -100,7 +100,8 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
         ("+data.environments.math={}",): "data.environments: got math, expected {} with env.mixture {}: there is one"
         " environment",
         (*TWO, "data.train.path=prompts.txt"): "data.train.path: got prompts.txt, expected data whose records name an"
-        " environment of env.mixture (data.environment_key: environment); or give each its own by data.environments",
+        " environment of env.mixture (data.environment_key: environment); or set separate data for each"
+        " environment in data.environments",
         (
             *TWO,
             "+data.environments={math: {}, code: {train: {path: null, num_items: 3}}}",

@@ -367,7 +367,7 @@ def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: P
         "sft: {seed: 1}\npolicy: {dtensor_cfg: {enabled: true}, optimizer: {kwargs: {betas: 3}}}": "a value has another"
         " form than in NeMo-RL",
         "sft: {}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}": "policy.megatron_cfg."
-        "optimizer._override_: only supported at the top of a section",
+        "optimizer._override_: only supported directly in a top-level section",
     }.items(),
 )
 def test_what_is_not_theirs_is_one_message(
@@ -389,7 +389,7 @@ def test_what_is_still_wrong_is_reported_behind_the_translation(
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     captured = capsys.readouterr()
     assert "defaults: grpo.yaml" in captured.out
-    assert "translated, but not yet right: cluster: 6 workers" in captured.err
+    assert "translated, but needs a correction: cluster: 6 workers" in captured.err
 
 
 def test_it_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.nemo_rl import translate
 from nemo_rl_moe.config.nemo_rl_files import read_theirs
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from nemo_rl_moe.data.records import parse_record
-from tests.support.nemo_rl_leaves import fates_of, places
+from tests.nemo_rl_leaves import fates_of, places
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 from tests.unit.config.test_nemo_rl_images import IMAGES
 from tests.unit.config.test_nemo_rl_roles import DISTILLATION, PPO
@@ -264,8 +264,8 @@ def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: py
     reported = capsys.readouterr()
     for line in (
         "not carried over: data.default.prompt_file: prompts/math.txt: data.prompt_template is no key of sft",
-        "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: HelpSteer3: nvidia/HelpSteer3;"
-        " its records are pairs: name the responses to train on as data.completion_key",
+        "error: " + f"{path}: translated, but needs a correction: data.train.dataset_name: HelpSteer3:"
+        " nvidia/HelpSteer3; its records are pairs: name the responses to train on as data.completion_key",
     ):
         assert line in reported.err.splitlines()
     assert "chat_template: null" in reported.out
@@ -282,7 +282,7 @@ def test_the_result_is_checked_as_a_run_is_that_starts(
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     reported = capsys.readouterr().err
     for key in ("data.train.path: mine.jsonl", "policy.tokenizer.chat_template: mine.jinja"):
-        assert f"translated, but not yet right: {key} not found in the working folder {tmp_path}" in reported
+        assert f"translated, but needs a correction: {key} not found in the working folder {tmp_path}" in reported
     for name in ("mine.jsonl", "mine.jinja"):
         (tmp_path / name).write_text("x")
     assert main(["config", "--from-nemo-rl", str(path)]) == 0
@@ -291,6 +291,6 @@ def test_the_result_is_checked_as_a_run_is_that_starts(
 @pytest.mark.skipif(THEIRS not in os.environ, reason=f"{THEIRS} names no folder of NeMo-RL's configurations")
 def test_no_leaf_of_their_own_files_is_lost() -> None:
     """About a second a file: `NEMO_RL_CONFIGS=RL/examples/configs pytest ...`."""
-    from tests.support.nemo_rl_leaves import main as walk
+    from tests.nemo_rl_leaves import main as walk
 
     assert walk(Path(os.environ[THEIRS])) == 0

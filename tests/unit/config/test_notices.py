@@ -33,7 +33,7 @@ def test_shipped_configurations_have_none(name: str) -> None:
 def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
     assert lines("sft", "sft.max_num_steps=3", f"{STYLE}={decay}", num_steps=3) == [
         "the learning rate is still warming up when the run ends: 3 of the 20 steps of"
-        " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 15% of lr"
+        " policy.megatron_cfg.scheduler.lr_warmup_iters, so the learning rate ends at 15% of lr"
     ]
     assert lines("sft", "sft.max_num_steps=20", f"{STYLE}={decay}", num_steps=20) == []
 
@@ -92,7 +92,7 @@ WARMUP = "policy.megatron_cfg.scheduler.lr_warmup_iters"
 def test_what_only_warms_up_is_reported(overrides: list[str], steps: str) -> None:
     config: Any = load_any_config("ppo_tiny_moe.yaml", overrides, check_paths=False)
     assert [line for line in notices(config, 30) if "warming" in line] == [
-        f"the learning rate is still warming up when the run ends: {steps}, so that it comes to 75% of lr"
+        f"the learning rate is still warming up when the run ends: {steps}, so the learning rate ends at 75% of lr"
     ]
 
 

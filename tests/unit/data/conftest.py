@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import DataError
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -38,7 +38,7 @@ def demo_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[..., PreTrainedTokenizerBase]:
-    """`tests.support.byte_tokenizer.make_byte_tokenizer`."""
+    """`tests.support.chat_templates.make_byte_tokenizer`."""
     return make_byte_tokenizer
 
 

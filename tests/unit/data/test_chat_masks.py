@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.data.chat import MERGED, batch_tokenizer, tokens_in_spans
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.errors import DataError
-from tests.support.one_example import tokenize_example
+from tests.support.chat_templates import tokenize_example
 from tests.unit.data.conftest import refused
 
 CHATML = (
@@ -116,11 +116,11 @@ def test_template_that_treats_the_last_turn_in_its_own_way(byte_tokenizer):
 
 def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
     assert refused(tokenized, {"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN)) == [
-        "f:1: the tokens of turn 2 cannot be distinguished from the rest: with this chat template it opens with "
+        "f:1: the tokens of turn 2 cannot be distinguished from the rest: with this chat template the turn opens with "
         "'<|end|>\\n<|start|>model\\n', and the generation prompt with '<|end|>\\n<|start|>assistant\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]
-    with pytest.raises(DataError, match=r"turn 2 .* its text or the text before it does not appear exactly once"):
+    with pytest.raises(DataError, match=r"turn 2 .* the text of the turn or before the turn does not appear exactly"):
         tokenized({"messages": TURNS}, byte_tokenizer(SHOWS_THE_ANSWER_BEFORE))
     with pytest.raises(DataError, match=r"turn 2 .* rendered in another way when further turns follow"):
         tokenized({"messages": TURNS}, byte_tokenizer(ENDING_THAT_COUNTS))

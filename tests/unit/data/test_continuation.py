@@ -11,13 +11,18 @@ import pytest
 from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, SampledTurn
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import NEWLINE_BETWEEN_TURNS, OPENS_AND_KEEPS_THINKING, THINKING, with_think_blocks
+from tests.support.chat_templates import (
+    NEWLINE_BETWEEN_TURNS,
+    OPENS_AND_KEEPS_THINKING,
+    THINKING,
+    make_byte_tokenizer,
+    with_think_blocks,
+)
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 from tests.support.quick_list import some_of
 
-STANDS_BEFORE = "the chat template renders the turns before this one in another way when it follows"
-OTHER_END = "if another turn follows, the chat template ends a turn with none of the tokens that end the model's turns"
+STANDS_BEFORE = "the chat template renders the turns before the sampled turn in another way once it follows"
+OTHER_END = "after a turn that is not the last, the chat template writes none of the tokens that end the model's turns"
 REFUSED = {
     **{
         (name, False, role): (STANDS_BEFORE, 0)
@@ -193,7 +198,7 @@ def test_the_conversation_so_far_holds_what_was_sampled() -> None:
 
 def test_an_end_token_of_another_kind() -> None:
     family = Family(make_byte_tokenizer(THINKING), ("<|end|>", "<s>"))
-    with pytest.raises(NoExtension, match=r"^the turn ends with '<s>', and .* ends it with '<\|end\|>' once another"):
+    with pytest.raises(NoExtension, match=r"^the turn ends with '<s>', but if another .* ends it with '<\|end\|>'"):
         extended(family, "a<s>", USER)
     # A stop token that is a text like any other stands in the turn.
     family = Family(make_byte_tokenizer(THINKING), ("<|end|>", ">"))

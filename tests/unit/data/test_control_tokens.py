@@ -14,8 +14,7 @@ from nemo_rl_moe.data.continuation import Continuation, NoExtension, SampledTurn
 from nemo_rl_moe.data.control_tokens import ControlTokens
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.turn_spans import RenderError
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import THINKING
+from tests.support.chat_templates import THINKING, make_byte_tokenizer
 from tests.support.conversations import ALL, Family, Message
 from tests.support.quick_list import examples
 

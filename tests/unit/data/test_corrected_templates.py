@@ -23,7 +23,7 @@ from nemo_rl_moe.data.template_renderer import Rendered, TemplateRenderer
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.launch.setup import use_corrected_template
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS, WIDE_BAR
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

@@ -13,8 +13,7 @@ from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.data.template_names import names_read
 from nemo_rl_moe.data.template_renderer import TemplateRenderer
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import CHANNELS
+from tests.support.chat_templates import CHANNELS, make_byte_tokenizer
 
 SYSTEM = {"role": "system", "content": "s"}
 QUESTION = {"role": "user", "content": "q"}

@@ -64,7 +64,7 @@ def test_columns_that_are_missing(tmp_path):
     Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
     assert refused(open_source, str(tmp_path / "set"), "train") == [
         f"{tmp_path}/set: has neither messages nor prompt and completion; its columns: text;"
-        " data.messages_key, or data.prompt_key and data.completion_key, name others"
+        " to use other keys, set data.messages_key, or data.prompt_key and data.completion_key"
     ]
 
 

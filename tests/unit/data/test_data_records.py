@@ -13,7 +13,7 @@ from nemo_rl_moe.data.records import Example, RecordError, parse_record
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
-NAMED = "data.messages_key, or data.prompt_key and data.completion_key, name others"
+NAMED = "to use other keys, set data.messages_key, or data.prompt_key and data.completion_key"
 ROLES = "system, developer, user, assistant, tool"
 
 
@@ -96,10 +96,14 @@ def test_nulls_that_a_table_fills_in_are_absent():
             {"text": "a", "id": 1},
             f"the line has neither messages nor prompt and completion; its keys: text, id; {NAMED}",
         ),
-        ({"prompt": "a"}, "the line has prompt but no completion; its keys: prompt; data.completion_key names another"),
+        (
+            {"prompt": "a"},
+            "the line has prompt but no completion; its keys: prompt; to use another key, set data.completion_key",
+        ),
         (
             {"completion": "a", "prompt": None},
-            "the line has completion but no prompt; its keys: completion, prompt; data.prompt_key names another",
+            "the line has completion but no prompt; its keys: completion, prompt; to use another key, set"
+            " data.prompt_key",
         ),
         ({"prompt": "", "completion": "b"}, "prompt is empty"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),

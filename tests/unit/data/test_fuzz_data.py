@@ -18,9 +18,8 @@ from pyarrow import csv
 
 from nemo_rl_moe.errors import printable
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.fuzzing import Case, Output, command, fuzz
-from tests.support.mutations import mutated_bytes, mutated_json, mutated_tree
+from tests.support.chat_templates import make_byte_tokenizer
+from tests.support.fuzzing import Case, Output, command, fuzz, mutated_bytes, mutated_json, mutated_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

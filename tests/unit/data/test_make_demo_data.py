@@ -19,7 +19,7 @@ from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rewards.registry import make_reward_function
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 
 
 @pytest.fixture(scope="module")

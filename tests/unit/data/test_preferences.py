@@ -15,7 +15,7 @@ from tests.unit.data.conftest import refused
 
 USER = {"role": "user", "content": "2+2="}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
-NAMED = "data.chosen_key and data.rejected_key name others"
+NAMED = "to use other keys, set data.chosen_key and data.rejected_key"
 FORMS = {
     "texts": {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
     "messages": {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import ConfigurationError, DataError
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 from tests.unit.data.conftest import refused
 
 CHATML = (
@@ -257,7 +257,7 @@ def test_sampled_prompts(byte_tokenizer):
 def test_nothing_to_draw_from(byte_tokenizer):
     with pytest.raises(ConfigurationError, match="has no such parameter"):
         load(byte_tokenizer(), None, "reasoning_gym", num_items=3, parameters={"digits": 3})
-    with pytest.raises(ConfigurationError, match="and needs num_items"):
+    with pytest.raises(ConfigurationError, match="reasoning_gym and num_items"):
         load(byte_tokenizer(), None, "reasoning_gym")
 
 
@@ -422,7 +422,8 @@ def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_
     )
     assert without_training_prompts(left, training) is left
     assert refused(without_training_prompts, held_out, held_out) == [
-        f"data.validation: each of the 3 prompts of {path} is a training prompt too; name held-out data, or null"
+        f"data.validation: each of the 3 prompts of {path} is a training prompt too; set data.validation to held-out"
+        " data or to null"
     ]
 
 

@@ -146,7 +146,8 @@ def test_conversations(record: dict[str, Any], keys: dict[str, str], messages: l
         (
             {"question": "q", "text": "a"},
             {},
-            "the line has question but no completion; its keys: question, text; data.completion_key names another",
+            "the line has question but no completion; its keys: question, text; to use another key, set"
+            " data.completion_key",
         ),
         (
             {"user": "q", "bot": "a"},
@@ -163,12 +164,12 @@ def test_conversations(record: dict[str, Any], keys: dict[str, str], messages: l
             {"instruction": "i", "output": "o", "history": "a"},
             {},
             "history is a string, expected a list of pairs of question and answer; write the turns as messages, or set"
-            " data.prompt_key: instruction to leave it out",
+            " data.prompt_key=instruction to ignore history",
         ),
         (
             {"messages": [USER, GOOD], "history": [["a", "b"]]},
             {},
-            "the line has history beside messages, expected one of the two; write its turns there",
+            "the line has both history and messages, expected one of the two; write all turns in messages",
         ),
         (
             {"question": "q", "context": {"title": ["t"]}, "answer": "a"},
@@ -184,12 +185,12 @@ def test_conversations(record: dict[str, Any], keys: dict[str, str], messages: l
         (
             {"question": "q", "system": ["s"], "answer": "a"},
             {},
-            "system is a list, expected a string; data.system_key names another",
+            "system is a list, expected a string; to use another key, set data.system_key",
         ),
         (
             {"prompt": "\n\nHuman: q\n\nAssistant: Well,", "completion": "a"},
             {},
-            "prompt ends in words of the assistant, and a response follows: end it in 'Assistant:'",
+            "prompt ends in text of the assistant, and a response follows: prompt must end in 'Assistant:'",
         ),
         (
             {"prompt": None, "completion": "a", "messages": [USER, GOOD]},
@@ -348,14 +349,14 @@ def test_several_turns_of_hh_rlhf() -> None:
         (
             {"messages": [USER, BAD], "chosen": RIGHT, "rejected": "6"},
             {},
-            "messages ends in a turn of role assistant, and chosen begins with one of role assistant: write the"
-            " messages up to the responses as prompt, and the responses without them",
+            "messages ends in a turn of role assistant, and chosen begins with one of role assistant: the prompt"
+            " must contain all messages before the responses, and the responses must not repeat them",
         ),
         (
             {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             {},
-            "prompt ends in a turn of role user, and chosen begins with one of role user: write the messages up to the"
-            " responses as prompt, and the responses without them",
+            "prompt ends in a turn of role user, and chosen begins with one of role user: the prompt must contain all"
+            " messages before the responses, and the responses must not repeat them",
         ),
         (
             {"q": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -365,8 +366,8 @@ def test_several_turns_of_hh_rlhf() -> None:
         (
             {"text": "q", "chosen": "a", "rejected": "b"},
             {},
-            "the line has no prompt, and chosen and rejected do not begin with the same messages; data.prompt_key names"
-            " another",
+            "the line has no prompt, and chosen and rejected do not begin with the same messages; to use another key as"
+            " prompt, set data.prompt_key",
         ),
         (
             {"prompt": "q", "better": "a", "rejected": "b"},

@@ -96,8 +96,8 @@ def test_nothing_left(write_jsonl, demo_tokenizer):
     path = write_jsonl(*sums(3), {})
     assert refused(load_sft_dataset, path, "train", demo_tokenizer, 4, on_bad_line="skip") == [
         f"{path}: no example is left to use",
-        f"{path}:4: the line has neither messages nor prompt and completion; its keys: none; data.messages_key, or"
-        " data.prompt_key and data.completion_key, name others",
+        f"{path}:4: the line has neither messages nor prompt and completion; its keys: none; to use other"
+        " keys, set data.messages_key, or data.prompt_key and data.completion_key",
         f"{path}: of 3 examples nothing to train on fits into policy.max_total_sequence_length=4 tokens",
     ]
 

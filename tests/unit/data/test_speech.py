@@ -17,8 +17,13 @@ from nemo_rl_moe.data.speech import Published, Speech, StopToken, describe_speec
 from nemo_rl_moe.data.thinking import Thinking
 from nemo_rl_moe.data.turn_ends import UNTRAINED_END
 from nemo_rl_moe.errors import ConfigurationError
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import CHANNELS, CLOSED_BY_NEXT_ROLE, PROMPT_OPENS_THINKING, THINKING
+from tests.support.chat_templates import (
+    CHANNELS,
+    CLOSED_BY_NEXT_ROLE,
+    PROMPT_OPENS_THINKING,
+    THINKING,
+    make_byte_tokenizer,
+)
 
 MARKS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>")
 # Behind 256 bytes, `<|start|>`, `<|end|>` and `<s>`.

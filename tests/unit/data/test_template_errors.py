@@ -11,8 +11,7 @@ from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.errors import DataError
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.one_example import tokenize_example
+from tests.support.chat_templates import make_byte_tokenizer, tokenize_example
 from tests.unit.data.conftest import refused
 
 EXAMPLE = parse_record({"prompt": "q", "completion": "a"}, "f:1")

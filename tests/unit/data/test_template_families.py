@@ -7,8 +7,13 @@ import pytest
 
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.errors import DataError
-from tests.support.chat_templates import CHANNELS, NEWLINE_BETWEEN_TURNS, PROMPT_OPENS_THINKING, THINKING
-from tests.support.one_example import tokenize_example
+from tests.support.chat_templates import (
+    CHANNELS,
+    NEWLINE_BETWEEN_TURNS,
+    PROMPT_OPENS_THINKING,
+    THINKING,
+    tokenize_example,
+)
 from tests.unit.data.conftest import refused
 
 
@@ -216,7 +221,7 @@ def test_only_the_completion_of_a_prompt_that_ends_in_a_turn_of_the_assistant(by
 def test_a_turn_that_opens_another_way_than_the_prompt_is_an_error(byte_tokenizer):
     template = PROMPT_OPENS_THINKING.replace("else '<Assistant>')", "else '<Assistant>[x]')")
     assert refused(marked, byte_tokenizer(template), user("q"), assistant("a")) == [
-        "f:1: the tokens of turn 1 cannot be distinguished from the rest: with this chat template it opens with "
+        "f:1: the tokens of turn 1 cannot be distinguished from the rest: with this chat template the turn opens with "
         "'<Assistant>[x]', and the generation prompt with '<Assistant><think>\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.prompts import PromptDataset, load_prompts
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.unit.data.conftest import refused
 
 

@@ -8,8 +8,7 @@ from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.left_out import EARLIER_THINKING, EMPTY_THINKING
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.turn_spans import UNPROMPTED
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import OPENS_AND_KEEPS_THINKING, with_think_blocks
+from tests.support.chat_templates import OPENS_AND_KEEPS_THINKING, make_byte_tokenizer, with_think_blocks
 
 QUESTION = {"role": "user", "content": "q"}
 GLM, NEMOTRON, DEEPSEEK, COHERE = (
@@ -87,7 +86,7 @@ def test_thinking_behind_a_block_that_the_prompt_closes_is_refused_with_the_cure
     turns = [QUESTION, assistant("a", reasoning_content="r")]
     problem = marked(template, *turns)
     assert problem.startswith("the tokens of turn 1 cannot be distinguished from the rest: ")
-    assert "it thinks, and the generation prompt closes the think block; " in problem
+    assert "the turn contains thinking, and the generation prompt closes the think block; " in problem
     assert problem.endswith("; it works with data.chat_template_kwargs: {enable_thinking: true}")
     text, _ = marked(template, *turns, chat_template_kwargs={"enable_thinking": True})
     assert text.endswith("<|start|>assistant\n<think>\n\u27ear</think>a<|end|>\u27eb")

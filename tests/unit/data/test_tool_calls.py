@@ -16,7 +16,7 @@ from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from tests.support.chat_templates import THINKING
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 from tests.unit.data.conftest import refused
 
 USER = {"role": "user", "content": "q"}

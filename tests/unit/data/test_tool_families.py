@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_moe import cli
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.support.tool_templates import FAMILIES, ToolFormat
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe"

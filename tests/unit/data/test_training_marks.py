@@ -10,8 +10,7 @@ import pytest
 from nemo_rl_moe.data.preferences import parse_preference
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.records import parse_record
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.one_example import tokenize_example
+from tests.support.chat_templates import make_byte_tokenizer, tokenize_example
 
 CHATML = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.records import parse_record
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 QUESTION = {"role": "user", "content": "q"}
 A1, A2 = ({"role": "assistant", "content": text} for text in ("a1", "a2"))
@@ -93,4 +93,4 @@ def test_the_header_of_a_second_turn_in_a_row_is_not_trained_on():
     text, found = spans(NO_PROMPT_BEHIND_ASSISTANT, QUESTION, A1, QUESTION, A2)
     assert found == ["a1<|end|>", "a2<|end|>"], text
     result = spans(NO_PROMPT_BEHIND_ASSISTANT.replace("<|start|>", "head"), QUESTION, A1, A2)
-    assert "'headassistant' is written between it and the assistant's turn before it" in str(result)
+    assert "'headassistant' is written between the turn and the assistant's turn before it" in str(result)

@@ -8,7 +8,7 @@ import ray
 from nemo_rl_moe.config.schema_run import ClusterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster, describe_shortage, node_resources
 from nemo_rl_moe.errors import ConfigurationError
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 
 def test_workers_of_a_cluster():

@@ -233,3 +233,32 @@ def test_error_texts_of_groups() -> None:
         "policy.sequence_packing.train_mb_tokens: got 13, expected at least 14: sequences 2 to 3 of the batch, which"
         " run together, have 5 and 9 tokens"
     )
+
+
+def test_a_group_with_a_common_prompt_runs_together() -> None:
+    lengths, shared = [12, 11, 14, 13] * 3, [0, 10, 10, 10] * 3
+    plan = plan_microbatches(
+        lengths,
+        num_data_parallel_ranks=1,
+        global_batch_size=12,
+        batching=PackedBatching(20),
+        shared=shared,
+    )
+    ((microbatches,),) = plan.global_batches
+    assert sorted(microbatches) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize("most_tokens", [14, 20, 33, 200])
+def test_shared_tokens_count_once_and_ranks_get_equal_numbers(num_ranks: int, most_tokens: int) -> None:
+    lengths, shared = [12, 11, 14, 13, 9, 9, 3, 12, 12, 12], [0, 10, 10, 10, 0, 8, 0, 2, 11, 11]
+    plan = plan_evaluation(
+        lengths, num_data_parallel_ranks=num_ranks, batching=PackedBatching(most_tokens), shared=shared
+    )
+    assert len({len(of_rank) for of_rank in plan.by_rank}) == 1
+    indices = [index for of_rank in plan.by_rank for microbatch in of_rank for index in microbatch]
+    assert sorted(indices) == list(range(len(lengths) + len(plan.fillers)))
+    for microbatch in (microbatch for of_rank in plan.by_rank for microbatch in of_rank):
+        filled = [*lengths, *(lengths[index] for index in plan.fillers)]
+        neighbours = [index for index in microbatch if index - 1 in microbatch and index < len(lengths)]
+        assert sum(filled[index] for index in microbatch) - sum(shared[index] for index in neighbours) <= most_tokens

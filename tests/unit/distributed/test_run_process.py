@@ -21,7 +21,7 @@ import pytest
 
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, ray_folder
 from nemo_rl_moe.distributed.run_process import WATCHER_NAME, StopSignals
-from tests.support.small_runs import LIMIT_S, PRELUDE, end_of, is_running, noted, started, wait_for_family
+from tests.support.small_programs import LIMIT_S, PRELUDE, end_of, is_running, noted, started, wait_for_family
 
 RUN = f"""{PRELUDE}
 run_process.SAME_REQUEST_S = float(sys.argv[1])

@@ -236,7 +236,7 @@ def test_an_engine_does_not_wake_beside_a_full_allocator(stand_in: ModuleType) -
         machine.generate()
     assert str(caught.value) == (
         "GPUs that trainer and engines share: when the key-value cache wakes: expected memory that the trainer has"
-        " freed, found engines (awake: nothing) and no memory that the trainer has freed"
+        " freed, found engines (awake: nothing), and the trainer has freed no memory"
     )
     with pytest.raises(GenerationError, match="when weights arrive: expected memory that the trainer has freed"):
         machine.send()

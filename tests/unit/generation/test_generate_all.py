@@ -17,8 +17,8 @@ from nemo_rl_moe.rewards.interface import NoReward
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.all_requests import generate_all
 from tests.support.grpo_fakes import make_runner
+from tests.support.scripted_rollouts import generate_all
 
 SAMPLING = SamplingParameters(max_new_tokens=4, stop_token_ids=(1,))
 

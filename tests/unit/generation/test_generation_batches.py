@@ -13,7 +13,7 @@ from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import make_trainer_engine
 from nemo_rl_moe.models.images import ModelImage, image_inputs, images_in
-from tests.support.all_requests import generate_all
+from tests.support.scripted_rollouts import generate_all
 
 SAMPLING = SamplingParameters(max_new_tokens=2)
 

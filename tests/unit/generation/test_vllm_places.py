@@ -10,7 +10,7 @@ import pytest
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.vllm.placement import Placement
-from tests.support.clusters import cluster_config
+from tests.support.grpo_inputs import cluster_config
 
 
 def placement(num_nodes: int, gpus: int, cpus: int, per_engine: int, *, is_shared: bool) -> Placement:

@@ -147,7 +147,7 @@ def test_a_failed_write_names_the_output_and_not_the_staging_folder(tmp_path: Pa
     with pytest.raises(ConfigurationError) as caught:
         write()
     assert caught.value.problems == [
-        f"--output: {tmp_path / 'out'}: cannot be written: rank 0: the disk is full; nothing is left"
+        f"--output: {tmp_path / 'out'}: cannot be written: rank 0: the disk is full; no output is written"
     ]
 
 

@@ -19,7 +19,7 @@ from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.launch.saved_training import FINAL_RUN_FILE
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
-from tests.support.saving_run import Run as SavedRun
+from tests.support.saving_runs import Run as SavedRun
 
 NUM_STEPS = 12
 

@@ -14,7 +14,7 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.launch.grpo import sampling_parameters, scored_thinking
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 pytestmark = pytest.mark.megatron
 

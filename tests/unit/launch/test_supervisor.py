@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.quick_list import some_of
-from tests.support.small_runs import PRELUDE, end_of, is_running, noted, started, wait_for_family
+from tests.support.small_programs import PRELUDE, end_of, is_running, noted, started, wait_for_family
 
 SUPERVISOR = """
 import sys

@@ -19,9 +19,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.fuzzing import Case, Output, command, fuzz
+from tests.support.fuzzing import (
+    ODD_NUMBERS,
+    ODD_TEXTS,
+    Case,
+    Output,
+    command,
+    fuzz,
+    mutated_bytes,
+    mutated_json,
+    mutated_tree,
+)
 from tests.support.hf_folders import tiny_tensors, write_folder
-from tests.support.mutations import ODD_NUMBERS, ODD_TEXTS, mutated_bytes, mutated_json, mutated_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -42,7 +42,7 @@ from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.optimizer import build_scheduler
 from nemo_rl_moe.rl.gae import generalized_advantages, token_rewards, whitened
-from tests.support.estimators import advantages_of_named, advantages_of_rewards
+from tests.support.grpo_inputs import advantages_of_named, advantages_of_rewards
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import tiny_policy
 from tests.unit.algorithms import policy_loss_reference, preference_reference

@@ -20,7 +20,7 @@ from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rewards.judge import Judge, JudgeError
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker import score_within
-from tests.support.environment_sections import reward_section
+from tests.support.grpo_inputs import reward_section
 
 SECRET = "sk-1234567890abcdef"
 TEMPLATE = "Mark {response} to {prompt} against {answer}, from 0 to 10."

@@ -7,7 +7,7 @@ import pytest
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymReward, draw_items
-from tests.support.environment_sections import reward_section
+from tests.support.grpo_inputs import reward_section
 
 SUMS = {
     "min_terms": 2,

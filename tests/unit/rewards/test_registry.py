@@ -9,7 +9,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.registry import AnswerReward, make_reward_function
 from tests.support.custom_parts import NAME
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 
 ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
 SIGNATURE = f"env.reward.factory: {NAME}:Digits(least: int, step: float = 0.25) -> None"
@@ -33,7 +33,7 @@ def test_one_of_ones_own_is_made_of_its_parameters(item_of):
     [
         ("math", {}, "is $606$"),
         ("reasoning_gym", ARITHMETIC, " 606"),
-        ("callable", {"function": "tests.support.broken_rewards:score"}, "1.0"),
+        ("callable", {"function": "tests.support.rewards_of_tests:score"}, "1.0"),
     ],
 )
 def test_each_scores_the_answer_only(item_of, kind, keys, response):
@@ -83,7 +83,7 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             "custom",
             {"factory": f"{NAME}:raising"},
-            f"env.reward.factory: {NAME}:raising raised while it was made: KeyError: 'no such key'",
+            f"env.reward.factory: {NAME}:raising raised while making the reward function: KeyError: 'no such key'",
         ),
     ],
 )

@@ -18,8 +18,8 @@ from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.supervisor import STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import END_TOKEN, SAMPLING, make_runner, prompts
-from tests.support.moved_clock import MovedClock
 
 SLOW = "train:0"
 

@@ -15,8 +15,7 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory, rollout_metrics
-from tests.support.conversations import ALL, Family, Message
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
+from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, Message, script_of, scripted_session
 from tests.unit.rollouts.test_messages import ASKED, RIGHT, USER, run
 
 FAMILY = ALL["THINKING"]
@@ -198,16 +197,16 @@ def test_an_end_token_that_the_template_replaces() -> None:
             ASKED,
             ["<|channel|>commentary to=functions.add<|message|>{}<|call|>", "<|channel|>final<|message|>b<|return|>"],
             [{**RESULT, "name": "add"}, USER],
-            "; it cannot be rendered afresh either: the chat template accepts turns with calls only as structured"
-            " fields",
+            "; the conversation cannot be rendered afresh either: the chat template accepts turns with calls only as"
+            " structured fields",
         ),
         (
             GPT_OSS,
             ASKED,
             ["no header<|return|>"],
             [USER],
-            "; it cannot be rendered afresh either: the chat template writes '<|channel|>final<|message|>' before a"
-            " text, and the turn does not have it",
+            "; the conversation cannot be rendered afresh either: the chat template writes"
+            " '<|channel|>final<|message|>' before a turn's text, but the model has not",
         ),
     ],
 )

@@ -17,10 +17,8 @@ from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.conversations import ALL
+from tests.support.conversations import ALL, MODEL, QUESTION, client_of, ended, error_of, play, scripted_session
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
-from tests.support.scripted_session import scripted_session
-from tests.support.thread_agents import MODEL, QUESTION, client_of, ended, error_of, play
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 

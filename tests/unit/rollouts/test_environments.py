@@ -22,7 +22,7 @@ from nemo_rl_moe.rollouts.rollout_function import RolloutFunction, load_rollout_
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics
 from tests.support.grpo_fakes import END_TOKEN, SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
-from tests.support.trajectories import only_sequence
+from tests.support.grpo_inputs import only_sequence
 
 
 async def two_turns(session: Session) -> Trajectory:

@@ -61,8 +61,8 @@ def test_the_first_answer_that_does_not_fit_is_reported_with_its_numbers() -> No
     watched.observe([SCORED, *long])
     watched.observe(long)
     assert warnings == [
-        "9 tokens of the environment do not fit: none of them is added, and the trajectory ends there, as one that was"
-        " cut (sample p:3); further ones are counted as env/num_overlong"
+        "9 tokens of the environment do not fit: none of them is added, and the trajectory ends as truncated (sample"
+        " p:3); further ones are counted as env/num_overlong"
     ]
 
 
@@ -93,7 +93,7 @@ def test_null_never_ends_a_run_and_reports_once_that_nothing_is_learned() -> Non
     assert len(warnings) == 2
     assert warnings[1] == (
         "the environment scored no response of a step or validation: 1 of 1 failed, the first with ValueError: a nine"
-        " (sample line 1); a step of which nothing is scored changes no weights (grpo.max_consecutive_failed_steps:"
+        " (sample line 1); a step without a scored response changes no weights (grpo.max_consecutive_failed_steps:"
         " null)"
     )
 

@@ -26,9 +26,8 @@ from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequen
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
-from tests.support.conversations import ALL, Message
+from tests.support.conversations import ALL, Message, script_of, scripted_session
 from tests.support.scripted_rollouts import red_on
-from tests.support.scripted_session import script_of, scripted_session
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 Patch = pytest.MonkeyPatch

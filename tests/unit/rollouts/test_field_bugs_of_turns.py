@@ -29,10 +29,9 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.conversations import ALL, Family, Message
+from tests.support.chat_templates import make_byte_tokenizer
+from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, Message, script_of, scripted_session
 from tests.support.scripted_rollouts import red_on
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
 from tests.support.tool_templates import FAMILIES
 from tests.unit.algorithms.policy_loss_reference import config_of
 

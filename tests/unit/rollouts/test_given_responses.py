@@ -11,8 +11,7 @@ from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader
 from nemo_rl_moe.data.speech import Published, describe_speech
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.given_responses import GivenResponses
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import CLOSED_BY_NEXT_ROLE
+from tests.support.chat_templates import CLOSED_BY_NEXT_ROLE, make_byte_tokenizer
 
 # Behind 256 bytes, `<|start|>`, `<|end|>` and `<s>`.
 END, USER = 259, 260

@@ -11,9 +11,8 @@ from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.message_history import MessageHistory, TrajectoryFull
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.conversations import ALL, Message
-from tests.support.scripted_session import scripted_session
-from tests.support.trajectories import only_sequence, sampled_ids
+from tests.support.conversations import ALL, Message, scripted_session
+from tests.support.grpo_inputs import only_sequence, sampled_ids
 
 QWEN = ALL["Qwen2.5, Qwen2-MoE"]
 QUESTION: Message = {"role": "user", "content": "1+2?"}

@@ -14,9 +14,8 @@ from nemo_rl_moe.data.continuation import Continuation, NoExtension
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
-from tests.support.conversations import ALL, TOOL, Conversation
+from tests.support.conversations import ALL, LOGPROB, TOOL, WEIGHT_VERSION, Conversation, scripted_session
 from tests.support.quick_list import examples
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
 
 
 @cache

@@ -15,12 +15,10 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import THINKING
-from tests.support.conversations import ALL, Family, Message
+from tests.support.chat_templates import THINKING, make_byte_tokenizer
+from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, Message, script_of, scripted_session
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
-from tests.support.trajectories import only_sequence, sampled_ids
+from tests.support.grpo_inputs import only_sequence, sampled_ids
 
 CHATML = ALL["Qwen2.5, Qwen2-MoE"]
 ASKED: list[Message] = [{"role": "user", "content": "q"}]
@@ -217,7 +215,7 @@ def test_a_template_that_refuses_a_message_costs_its_trajectory_alone() -> None:
 
 def test_a_message_before_the_first_response() -> None:
     session = scripted_session(CHATML, ASKED, [])
-    with pytest.raises(RuntimeError, match=r"answers a response of the model; await session\.generate\(\) before$"):
+    with pytest.raises(RuntimeError, match=r"before a response of the model; await session\.generate\(\) first$"):
         session.append_message(USER)
 
 

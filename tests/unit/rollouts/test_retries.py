@@ -16,6 +16,7 @@ from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.running import seed_of_attempt
 from nemo_rl_moe.rollouts.trajectory import RETRIES_METRIC, Trajectory, rollout_metrics
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
@@ -25,8 +26,7 @@ from tests.support.grpo_fakes import (
     make_runner,
     prompts,
 )
-from tests.support.moved_clock import MovedClock
-from tests.support.trajectories import assert_same_trajectories
+from tests.support.grpo_inputs import assert_same_trajectories
 
 FAULTY = "train:1"
 

@@ -24,7 +24,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_rollouts import ScriptedEngine
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_groups=8")
 NAMED = (

@@ -17,8 +17,8 @@ from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError, check_s
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
-from tests.support.moved_clock import MovedClock
 
 FOR_EVER_S = 3600.0
 TIMEOUT_S = 600.0
@@ -166,7 +166,7 @@ def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> 
     rollouts.run()
     assert len(rollouts.reported) == 3, rollouts.reported  # after 10, 20 and 40 seconds
     assert rollouts.reported[0].startswith(
-        "rollouts: no progress for 11 s; 2 of 3 trajectories have ended or wait for the others; running: train:1,"
+        "rollouts: no progress for 11 s; 2 of 3 trajectories have ended or wait for running ones; running: train:1,"
         " response 1 of 1 (11 of 600 s, at test_rollout_limits.py:"
     )
     assert rollouts.reported[0].endswith(" in waits)")
@@ -185,7 +185,8 @@ def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress() -> None:
     with pytest.raises(RolloutsGivenUpError) as error:
         rollouts.run()
     expected = (
-        "SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for train:1, response 1 of 1"
+        "SIGTERM: rollouts are given up, as no trajectory has made progress for 10 s; waited for train:1, response 1"
+        " of 1"
     )
     assert str(error.value).startswith(expected)
     assert str(error.value) in rollouts.reported

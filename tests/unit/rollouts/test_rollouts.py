@@ -28,7 +28,7 @@ from tests.support.grpo_fakes import (
     prompts,
     trajectory,
 )
-from tests.support.trajectories import only_sequence, sampled_ids
+from tests.support.grpo_inputs import only_sequence, sampled_ids
 
 
 def test_every_prompt_gets_its_responses_one_after_the_other() -> None:

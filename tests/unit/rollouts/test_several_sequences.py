@@ -24,7 +24,7 @@ from nemo_rl_moe.rollouts.trajectory import (
 )
 from nemo_rl_moe.token_lag import NO_LAG
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
 
 KL = (
     "loss_fn.reference_policy_kl_penalty=0.5",

@@ -23,13 +23,10 @@ from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of, require_continuable, require_definitions
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.results import ToolResult, as_text
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.call_templates import CALL_TEMPLATES
-from tests.support.chat_templates import THINKING_ALWAYS
-from tests.support.conversations import ALL, Family
-from tests.support.environment_sections import tools_section
-from tests.support.scripted_session import script_of, scripted_session
-from tests.support.trajectories import only_sequence, sampled_ids
+from tests.support.chat_templates import THINKING_ALWAYS, make_byte_tokenizer
+from tests.support.conversations import ALL, Family, script_of, scripted_session
+from tests.support.grpo_inputs import only_sequence, sampled_ids, tools_section
+from tests.support.published_templates import CALL_TEMPLATES
 
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
 QUESTION = {"role": "user", "content": "1+2+3?"}

@@ -22,9 +22,8 @@ from nemo_rl_moe.runs.folder.conversations import ConversationTurn, ToolUse, con
 from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.results import ToolResult, as_text
-from tests.support.conversations import ALL, Family
-from tests.support.environment_sections import tools_section
-from tests.support.scripted_session import scripted_session
+from tests.support.conversations import ALL, Family, scripted_session
+from tests.support.grpo_inputs import tools_section
 
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
 INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))

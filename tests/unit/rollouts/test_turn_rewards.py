@@ -13,7 +13,7 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, Trajectory, group_turn_rewards, rollout_metrics
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts, trajectory
-from tests.support.trajectories import only_sequence, tokens_of, with_tokens
+from tests.support.grpo_inputs import only_sequence, tokens_of, with_tokens
 
 Rollout = Callable[[Session], Awaitable[Trajectory]]
 
@@ -86,7 +86,7 @@ def of_amount(amount: float) -> Rollout:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (too_early, "RuntimeError: a reward was given before the first response; await session.generate() before"),
+        (too_early, "RuntimeError: a reward was given before the first response; await session.generate() first"),
         (of_amount(float("nan")), "ValueError: a turn's reward is nan, expected a number from -1,000,000 to 1,000,000"),
         (of_amount(float("-inf")), "ValueError: a turn's reward is -inf, expected a number from -1,000,000"),
         (of_amount(1e6), "ValueError: the reward with those of its turns is 1000002.0, expected a number from"),

@@ -23,10 +23,8 @@ from nemo_rl_moe.rollouts.libraries.verifiers_environment import VerifiersRollou
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
-from tests.support.conversations import ALL
-from tests.support.environment_sections import verifiers_section
-from tests.support.scripted_session import scripted_session
-from tests.support.trajectories import only_sequence, sampled_ids
+from tests.support.conversations import ALL, scripted_session
+from tests.support.grpo_inputs import only_sequence, sampled_ids, verifiers_section
 
 pytest.importorskip("verifiers", reason="without verifiers: make test-libraries")
 

@@ -27,11 +27,8 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.verifiers_v1 import TasksetProgram, check_taskset, taskset_prompts
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
-from tests.support.conversations import ALL
-from tests.support.environment_sections import verifiers_v1_section
-from tests.support.scripted_session import scripted_session
-from tests.support.thread_agents import MODEL
-from tests.support.trajectories import sampled_ids
+from tests.support.conversations import ALL, MODEL, scripted_session
+from tests.support.grpo_inputs import sampled_ids, verifiers_v1_section
 
 
 def _is_installed() -> bool:

@@ -10,8 +10,7 @@ from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.wire_calls import outcome_of_result
 from nemo_rl_moe.runs.folder.conversations import conversation_json, conversation_of, covered
-from tests.support.conversations import ALL
-from tests.support.thread_agents import MODEL, client_of, ended, play
+from tests.support.conversations import ALL, MODEL, client_of, ended, play
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

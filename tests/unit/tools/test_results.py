@@ -33,7 +33,7 @@ def test_what_json_cannot_write_is_an_error() -> None:
         (cycle, "Circular reference"),
         (10**5000, "Exceeds the limit"),
     ):
-        with pytest.raises(TypeError, match=f"is no text, and JSON cannot write it: {problem}"):
+        with pytest.raises(TypeError, match=f"is neither a text nor a JSON value: {problem}"):
             as_text(value)
     assert as_text(date(2026, 11, 27)) == '"2026-11-27"'
 

@@ -20,9 +20,9 @@ from nemo_rl_moe.tools.formats import vllm_parsers
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.formats.scanning import MOST_MALFORMED
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.call_templates import CALL_TEMPLATES
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.support.conversations import ALL
+from tests.support.published_templates import CALL_TEMPLATES
 from tests.support.quick_list import examples, some_of
 
 SCHEMA = {
@@ -126,7 +126,7 @@ def test_the_format_is_shown_as_a_line() -> None:
         "{% endfor %}"
     )
     assert calls_line(make_byte_tokenizer(unknown)) == (
-        "tool calls: in a format that is not known; env.driver.format names one"
+        "tool calls: the chat template writes them in an unknown format; set env.driver.format"
     )
 
 
@@ -425,7 +425,7 @@ def test_a_chat_template_without_a_known_format_is_refused(family: str, message:
 def test_tools_need_a_chat_template() -> None:
     tokenizer: Any = make_byte_tokenizer("")
     tokenizer.chat_template = None
-    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template that could show them"):
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template that could show tools"):
         format_of(tokenizer, "hermes", NO_INPUTS)
 
 

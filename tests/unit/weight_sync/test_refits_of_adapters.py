@@ -2,21 +2,266 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters arrive at engines, merged or as they are; the check finds at the first sync what went wrong on the way."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.generation.refit_check import RefitCheck, Scores
+from nemo_rl_moe.launch.refit import batch_of
+from tests.support.family_reference import trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
-from tests.support.lora_refits import (
-    CHANGES,
-    first_syncs,
-    later_refit,
-    load_with_a_gap,
-    lora_policy,
-    right_syncs,
-)
+from tests.support.lora_models import RANK, lora, set_random
 from tests.support.quick_list import some_of
-from tests.support.tiny_model import layout
+from tests.support.refit_faults import Pair
+from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy
+
+Named = tuple[str, Tensor]
+
+
+def lora_policy(
+    refit: str,
+    precision: str = "float32",
+    experts: str = "per_expert",
+    targets: Sequence[str] = ("all-linear",),
+    world_size: int = 1,
+    **changes: Any,
+) -> Any:
+    """Return a policy that generates, with adapters."""
+    policy = tiny_grpo_policy(world_size, precision=precision, optimizer__lr=1e-2, **lora(experts, targets), **changes)
+    return policy.model_copy(update={"generation": policy.generation.model_copy(update={"lora_refit": refit})})
+
+
+class AdapterCopy:
+    """An engine in this process that puts the trainer's adapters beside a base that it has read itself.
+
+    Args:
+        folder: A Hugging Face folder.
+        policy: As of the trainer.
+    """
+
+    def __init__(self, folder: Path, policy: PolicyConfig):
+        from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
+        from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+
+        self.model: Any = MegatronModel(policy, plain_config(load_hf_config(str(folder))), folder)
+        self.selects_adapters = True
+        self.gives_fingerprints = True
+
+    def load(self, tensors: Iterable[Named]) -> None:
+        """Replace the adapters."""
+        from nemo_rl_moe.models.megatron.lora.transfer import load_factors
+
+        load_factors(self.model.chunks, tensors)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Any) -> list[Scores]:
+        with nullcontext() if self.selects_adapters else self.model.adapters.off():
+            (found,) = self.model.logprobs([batch_of(sequences)])
+        return [list(found[:, 1:].numpy())]
+
+    def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
+        return [self.model.weight_fingerprints(number_format) if self.gives_fingerprints else {}]
+
+
+class LoraPair(Pair):
+    """A trainer of adapters and an engine: of transformers with merged weights, or one that takes the adapters."""
+
+    def __init__(self, name: str, folder: Path, policy: Any, num_steps: int = 1):
+        super().__init__(name, folder, policy, num_steps)
+        self.takes_adapters = policy.generation.lora_refit == "adapter"
+        self.on_the_way: Callable[[Iterator[Named]], Iterator[Named]] = lambda tensors: tensors
+        if self.takes_adapters:
+            self.engine: Any = AdapterCopy(folder, policy)
+
+    def refit(self, altered: bool = False) -> None:
+        """Give the engine what the trainer sends, through whatever happens on the way."""
+        sent = self.on_the_way(self.trainer._sent_tensors(on_device=False))
+        self.engine.load(sent if self.takes_adapters else dict(sent))
+
+    def check(self) -> RefitCheck:
+        """Return the check of a run with adapters."""
+        check = super().check()
+        check.probe_adapters = lambda is_on: self.trainer.begin_probe() if is_on else self.trainer.end_probe()
+        return check
+
+
+# ---- what goes wrong: the check sees it at the first sync, when the adapter is still zero ----
+
+
+@contextmanager
+def changed_factors(pair: LoraPair, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Have other factors while the trainer merges and sends, which it does not compute with."""
+    from nemo_rl_moe.models.megatron.lora.adapter import adapters_in
+
+    factors = [factor for adapter in adapters_in(pair.trainer.chunks) for factor in adapter.factors()]
+    kept = [factor.parameter.detach().clone() for factor in factors]
+    with torch.no_grad():
+        for factor, own in zip(factors, kept, strict=True):
+            factor.parameter.copy_(change(factor.name, own))
+    yield
+    with torch.no_grad():
+        for factor, own in zip(factors, kept, strict=True):
+            factor.parameter.copy_(own)
+
+
+def doubled(name: str, factor: Tensor) -> Tensor:
+    """The product counts twice, as once for each of two tensor-parallel ranks."""
+    return 2 * factor if name.endswith("lora_B") else factor
+
+
+def not_at_all(name: str, factor: Tensor) -> Tensor:
+    """The base is sent, again and again."""
+    return torch.zeros_like(factor)
+
+
+def without_attention(name: str, factor: Tensor) -> Tensor:
+    """Some layers' names are not known, and left out."""
+    return torch.zeros_like(factor) if "self_attn" in name else factor
+
+
+def other_expert_order(name: str, factor: Tensor) -> Tensor:
+    """Each expert has its neighbour's."""
+    return factor.roll(1, 0) if factor.dim() == 3 else factor
+
+
+def first_for_all(name: str, factor: Tensor) -> Tensor:
+    """All experts share one adapter."""
+    return factor[:1].expand_as(factor) if factor.dim() == 3 else factor
+
+
+CHANGES: Mapping[str, Callable[[str, Tensor], Tensor]] = {
+    "never delivered": not_at_all,
+    "some names ignored": without_attention,
+    "counted twice": doubled,
+    "another order of experts": other_expert_order,
+    "shared by all experts": first_for_all,
+}
+
+
+def _sent_with(pair: LoraPair, change: Callable[[str, Tensor], Tensor]) -> Callable[[Iterator[Named]], Iterator[Named]]:
+    def send(tensors: Iterator[Named]) -> Iterator[Named]:
+        with changed_factors(pair, change):
+            yield from [(name, tensor.clone()) for name, tensor in tensors]
+
+    return send
+
+
+def _harm(pair: LoraPair, fault: str) -> None:
+    if fault in CHANGES:
+        pair.on_the_way = _sent_with(pair, CHANGES[fault])
+    elif fault == "not selected":
+        pair.engine.selects_adapters = False
+    elif fault == "arrives twice":
+        pair.on_the_way = lambda tensors: (each for named in tensors for each in (named, named))
+    elif fault == "a layer is missing":
+        pair.on_the_way = lambda tensors: (named for named in tensors if ".layers.0." not in named[0])
+    elif fault == "another base":
+        # As PiSSA leaves it: without the largest singular values, which its adapter holds.
+        for name, weight in pair.engine.model.chunks[0].named_parameters():
+            if name.endswith("linear_qkv.weight"):
+                left, values, right = torch.linalg.svd(weight.detach().float(), full_matrices=False)
+                weight.data.sub_((left[:, :RANK] * values[:RANK]) @ right[:RANK])
+
+
+def first_syncs(
+    name: str, root: str, policy: Any, faults: Sequence[str], gives_fingerprints: bool = True
+) -> dict[str, str | None]:
+    """Run on one rank: what the check says of the first sync under each fault; None: nothing."""
+    said = {}
+    with parallel_job(policy):
+        for number, fault in enumerate(faults):
+            pair = LoraPair(name, Path(root, f"{name}_{number}"), policy)
+            pair.engine.gives_fingerprints = gives_fingerprints
+            _harm(pair, fault)
+            try:
+                pair.refit()
+                pair.check().after_refit(pair.engine)
+                said[fault] = None
+            except WeightSyncError as error:
+                said[fault] = str(error)
+    return said
+
+
+def right_syncs(name: str, root: str, policy: Any, num_steps: int) -> tuple[list[float], float]:
+    """Run on one rank: refits before the first step and after each; mean gaps, and the share of compared tensors."""
+    with parallel_job(policy):
+        pair = LoraPair(name, Path(root, name), policy, num_steps)
+        check, gaps = pair.check(), []
+        for step in range(num_steps + 1):
+            pair.refit()
+            gaps.append(check.after_refit(pair.engine).mean)
+            if step < num_steps:
+                pair.step(step)
+        return gaps, check.share_compared or 0.0
+
+
+@dataclass(frozen=True)
+class LaterRefit:
+    """What one rank sends before and after the adapters have got other values.
+
+    Attributes:
+        names: Of all its tensors.
+        moved: Of those that merged adapters change.
+        sent: Of those that are sent to an engine which has had all.
+        are_right: What is sent are the merged weights, to the bit.
+    """
+
+    names: set[str]
+    moved: set[str]
+    sent: set[str]
+    are_right: bool
+
+
+def later_refit(name: str, root: str, policy: Any, on_device: bool) -> LaterRefit:
+    """Run on every rank: a refit of all tensors, and one of those that changed."""
+    with parallel_job(policy):
+        folder = Path(root, name)
+        write_reference(name, folder)  # transformers writes on rank 0 alone
+        torch.distributed.barrier()
+        trainer = trainer_of(folder, policy)
+        first = _sent(trainer, on_device=on_device)
+        set_random(trainer.chunks)
+        whole, changed = _sent(trainer, on_device=on_device), _sent(trainer, on_device=on_device, changed_only=True)
+        moved = {each for each, tensor in whole.items() if each in first and not torch.equal(first[each], tensor)}
+        # Another rank may gather a tensor when there are fewer of them.
+        are_right = all(torch.equal(whole[each], tensor) for each, tensor in changed.items() if each in whole)
+        return LaterRefit(set(whole), moved, set(changed), are_right)
+
+
+def _sent(trainer: Any, **options: bool) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer._sent_tensors(**options)}
+
+
+def load_with_a_gap(name: str, root: str, policy: Any) -> list[str]:
+    """Run on one rank: what is said of tensors that are missing where others may stay; empty: nothing."""
+    from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
+
+    with parallel_job(policy):
+        folder = Path(root, name)
+        write_reference(name, folder)
+        trainer = trainer_of(folder, policy)
+        tensors = {each: 2 * tensor for each, tensor in _sent(trainer, on_device=False).items()}
+        gaps: list[Callable[[str], bool]] = [
+            lambda each: ".self_attn." not in each,
+            lambda each: not each.endswith(".k_proj.weight"),
+        ]
+        said = []
+        for is_sent in gaps:
+            some = [(each, tensor) for each, tensor in tensors.items() if is_sent(each)]
+            try:
+                load_tensors(trainer.chunks, trainer.config, trainer.hf_config, some, keeps_others=True)
+                said.append("")
+            except WeightSyncError as error:
+                said.append(str(error))
+        return said
+
 
 pytestmark = pytest.mark.megatron
 OF_ADAPTERS = [*CHANGES, "not selected", "arrives twice", "a layer is missing", "another base"]

@@ -27,7 +27,7 @@ from nemo_rl_moe.weight_sync.transport_backends import (
     IpcTransport,
     TransportBackend,
 )
-from tests.support.host_memory import PLACE, HostMemory
+from tests.support.gpu_stand_ins import PLACE, HostMemory
 from tests.unit.weight_sync.test_folder_transport import (
     BUCKET_BYTES,
     VERSION,

@@ -139,7 +139,7 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class TrainerCounters:
-    """Numbers of optimizer steps that changed the weights, of `train` calls, and of ticks of the schedule."""
+    """Numbers of optimizer steps that changed the weights, of `train` calls, and of learning-rate scheduler steps."""
 
     num_updates: int
     num_calls: int

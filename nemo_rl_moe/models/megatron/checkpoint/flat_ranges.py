@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of a tensor's flattened entries `start` to `stop`, in order."""
+    """Yield boxes that together cover the entries `start` to `stop` of a tensor's flattened form, in their order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -59,7 +59,9 @@ def sharded_range(
     prefix: str,
     replica: int,
 ) -> list[ShardedTensor]:
-    """Return the pieces of full tensors for a range of a flattened parameter, as views of its values.
+    """Return the values of a range of a flattened parameter as pieces of tensors with the parameter's full shape.
+
+    The pieces are views of `values`, for a checkpoint.
 
     Args:
         start: Beginning of the range in the flattened parameter.

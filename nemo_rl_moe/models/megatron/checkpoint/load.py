@@ -143,7 +143,7 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
     if len(problems) == len(found):
         raise CheckpointError(problems[0])
     for rank, text in problems.items():
-        raise CheckpointError(f"{text} (on rank {rank}; every rank must reach the folder, and others do)")
+        raise CheckpointError(f"{text} (on rank {rank}; every rank must reach the folder, as other ranks do)")
     strangers = [rank for rank, (_, seen) in enumerate(found) if seen != found[0][1]]
     if strangers:
         raise CheckpointError(

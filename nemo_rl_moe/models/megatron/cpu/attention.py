@@ -15,6 +15,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_rl_moe.models.megatron.training.prefix_tree import PrefixTree, tree_of
+
 # If padding makes at most this many times as many rows, one call with all padded sequences is faster than separate
 # calls.
 _LARGEST_PADDED_SHARE = 1.5
@@ -161,6 +163,47 @@ def packed_attention(
     return torch.cat([attend(q, k, v) for q, k, v in sequences]).squeeze(1)
 
 
+def tree_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree
+) -> Tensor:
+    """Compute attention of the tokens of a prefix tree to their paths from the root.
+
+    The children of a node are one batch of queries over the keys of their path and their own keys, so no score is
+    computed in vain except for padding.
+
+    Args:
+        query: `[tokens, heads, dim]`. Tokens after those of the tree are padding, and attend to each other.
+        key: `[tokens, groups, dim]`.
+        value: `[tokens, groups, value_dim]`.
+
+    Returns:
+        `[tokens, heads * value_dim]`.
+    """
+    found = []
+    for path, children in tree.families():
+        lengths = [tree.lengths[child] for child in children]
+        own = slice(tree.starts[children[0]], tree.starts[children[-1]] + lengths[-1])
+        parts = [tensor[own] for tensor in (query, key, value)]
+        if not path:
+            found.append(packed_attention(attend, parts[0], parts[1], parts[2], lengths))
+            continue
+        before = [torch.cat([tensor[part] for part in path]).unsqueeze(1) for tensor in (key, value)]
+        batched = worth_padding(lengths)
+        batch = PaddedBatch.of(lengths)
+        queries, keys, values = (
+            [batch.pad(part)] if batched else list(part.unsqueeze(1).split(lengths)) for part in parts
+        )
+        contexts = [
+            attend(q, *(torch.cat([b.expand(-1, q.shape[1], -1, -1), o]) for b, o in zip(before, (k, v), strict=True)))
+            for q, k, v in zip(queries, keys, values, strict=True)
+        ]
+        found.append(batch.unpad(contexts[0]) if batched else torch.cat(contexts).squeeze(1))
+    if padding := query.shape[0] - tree.num_tokens:
+        parts = [tensor[-padding:].unsqueeze(1) for tensor in (query, key, value)]
+        found.append(attend(*parts).squeeze(1))
+    return torch.cat(found)
+
+
 class SDPAttention(MegatronModule):
     """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout."""
 
@@ -193,6 +236,8 @@ class SDPAttention(MegatronModule):
             # A single query sees all keys, and Megatron's type for it is "no mask".
             _require_causal_type(attn_mask_type)
         require_causal(attention_mask, queries, keys)
+        if (tree := tree_of(packed_seq_params)) is not None:
+            return tree_attention(self.attend, query, key, value, tree)
         if packed_seq_params is not None:
             lengths = packed_lengths(packed_seq_params, queries)
             return packed_attention(self.attend, query, key, value, lengths)

@@ -201,8 +201,8 @@ class SelfAttentionCache:
         """Normalise and rotate new queries and keys, cache keys and values, and attend to the full cache.
 
         Args:
-            mixed: Queries, keys and values in Megatron-Core's layout. They are overwritten. If there are several
-                queries in a row, the cache must be empty.
+            mixed: Queries, keys and values in Megatron-Core's layout. They are overwritten. If each row has
+                several queries, the cache must be empty.
         """
         queries, rows, _ = mixed.shape
         heads, first = self._layout.heads_per_group, self._context.sequence_len_offset

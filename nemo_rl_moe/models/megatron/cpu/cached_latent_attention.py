@@ -59,7 +59,7 @@ class LatentAttentionCache:
     def attend(self, inputs: Float[Tensor, "queries rows hidden"]) -> Float[Tensor, "queries rows heads_value_dim"]:
         """Cache keys and values of the next tokens, and return the attention to the full cache.
 
-        Requires an empty cache if there are several tokens in a row.
+        Requires an empty cache if each row has several tokens.
         """
         queries, rows, _ = inputs.shape
         first = self._context.sequence_len_offset
@@ -79,7 +79,7 @@ class LatentAttentionCache:
         return attend_to_cache(query.unsqueeze(3), keys, values, self._context, self._scale)
 
     def _rotate(self, heads: Float[Tensor, "queries rows heads dim"], slots: slice) -> Tensor:
-        """Rotate neighbouring entries against each other, and order them as two halves."""
+        """Apply rotary embedding to pairs of neighbouring entries. Return all first, then all second entries."""
         rotation = self._context.rotation
         halves = torch.cat([heads[..., 0::2], heads[..., 1::2]], -1)
         return rotate(halves, rotation.cosines[slots].squeeze(2), rotation.sines[slots].squeeze(2))

@@ -143,7 +143,8 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
     """Return cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches.
 
     Args:
-        of_microbatch: Whether the angles belong to one microbatch. Then only results of the last microbatches are kept.
+        of_microbatch: Whether the angles belong to one microbatch. If so, only the results for the last few such
+            microbatches stay in the cache.
     """
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
     cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
@@ -160,7 +161,9 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Return a new tensor in which the halves of the last dimension are rotated against each other.
+    """Apply rotary embedding, and return a new tensor.
+
+    Entry `i` of the first half of the last dimension forms a pair with entry `i` of the second half.
 
     If there are fewer cosines than entries, only the first entries are rotated: as many as there are cosines.
     """

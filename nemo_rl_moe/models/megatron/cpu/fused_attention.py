@@ -4,6 +4,7 @@
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from nemo_rl_moe.models.megatron.cpu.attention import (
     causal_attention,
     packed_lengths,
     require_causal,
+    tree_attention,
     worth_padding,
 )
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, rotate_back
+from nemo_rl_moe.models.megatron.training.prefix_tree import tree_of
 
 LONGEST_SEQUENCE = 192
 """Up to this length, keeping the scores `[queries, keys]` is faster than torch's attention, which recomputes them."""
@@ -164,10 +167,16 @@ class FastSelfAttention(SelfAttention):
         sequence = mixed.size(0)
         require_causal(attention_mask, sequence, sequence)
         # With images each token has its own angles. Otherwise every sequence begins with the first angles.
-        own_angles = self.config.mrope_section is not None
+        tree = tree_of(packed_seq_params)
+        own_angles = self.config.mrope_section is not None or tree is not None
         cosines, sines = cosines_and_sines(rotary_pos_emb, mixed.dtype, of_microbatch=own_angles)
         if packed_seq_params is None:
             return self.linear_proj(gated(self._attend(mixed, cosines, sines), gates))
+        if tree is not None:
+            query, key, value = (tensor.squeeze(1) for tensor in self._heads(mixed, cosines, sines))
+            attend = partial(causal_attention, scale=self.softmax_scale)
+            context = tree_attention(attend, query, key, value, tree).unsqueeze(1)
+            return self.linear_proj(gated(context, gates))
         lengths = packed_lengths(packed_seq_params, sequence)
         if worth_padding(lengths):
             batch = PaddedBatch.of(lengths)
@@ -196,8 +205,11 @@ class FastSelfAttention(SelfAttention):
         return known_angles and not recomputed and all(value is None for value in others.values())
 
     def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Attend with mixed queries, keys and values `[sequence, batch, ...]`. Angles of later tokens are ignored."""
-        sequence, batch, _ = mixed.shape
+        """Attend with mixed queries, keys and values `[sequence, batch, ...]`.
+
+        Cosines and sines of positions from `sequence` on are ignored.
+        """
+        sequence = len(mixed)
         layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = cosines[:sequence], sines[:sequence]
         norms = self.q_layernorm, self.k_layernorm
@@ -205,6 +217,12 @@ class FastSelfAttention(SelfAttention):
         if is_fused and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
             weights = (norm.factors for norm in norms)
             return FusedAttentionFunction.apply(mixed, *weights, cosines, sines, norms[0].eps, scale, layout)
+        return causal_attention(*self._heads(mixed, cosines, sines), scale)
+
+    def _heads(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalised and rotated queries and keys, and values, `[sequence, batch, heads or groups, dim]`."""
+        sequence, batch, _ = mixed.shape
+        layout, norms = self.head_layout, (self.q_layernorm, self.k_layernorm)
         heads = mixed.view(sequence, batch, layout.groups, layout.heads_per_group + 2, layout.dim)
         query, key, value = heads.split([layout.heads_per_group, 1, 1], dim=3)
         query = query.reshape(sequence, batch, -1, layout.dim)
@@ -214,4 +232,4 @@ class FastSelfAttention(SelfAttention):
         if norms[1] is not None:
             key = norms[1](key)
         query, key = (RotaryFunction.apply(tensor, cosines, sines) for tensor in (query, key))
-        return causal_attention(query, key, value, scale)
+        return query, key, value

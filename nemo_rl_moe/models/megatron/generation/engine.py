@@ -57,7 +57,8 @@ def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
         raise ValueError(f"got {len(request.prompts)} prompts and {len(request.seeds)} seeds, expected one seed each")
     if len(request.model_inputs) not in (0, len(request.prompts)):
         raise ValueError(
-            f"got {len(request.prompts)} prompts, but model inputs of {len(request.model_inputs)}: expected none or all"
+            f"got {len(request.prompts)} prompts, but model inputs for {len(request.model_inputs)} prompts: "
+            "expected inputs for none or for all"
         )
     for index, inputs in enumerate(request.model_inputs):
         if problem := input_problem(inputs, chunk, len(request.prompts[index])):

@@ -21,8 +21,8 @@ from torch import Tensor
 class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over the heads of all tensor-parallel ranks.
 
-    Every rank has all weights, and uses the part of its heads, because Megatron-Core treats query and key norms as
-    replicas and sums their gradients over the ranks.
+    Every rank has the weights of all heads, because Megatron-Core treats query and key norms as replicas and sums their
+    gradients over the ranks. A rank uses only the weights of its heads.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_others: Any):
@@ -57,7 +57,7 @@ class AllKeysNorm(AllHeadsNorm):
 
 
 def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Return a copy of a block's layer specs with these norms instead of a norm for each head."""
+    """Return a copy of a block's layer specs with norms over all heads instead of a norm for each head."""
     return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
 
 

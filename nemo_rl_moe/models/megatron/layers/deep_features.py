@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 class DeepLayer(TransformerLayer):
-    """A decoder layer without cross-attention. It adds the features `context[layer]` to its output."""
+    """A decoder layer that adds the vision features `context[layer]` to its output.
+
+    `context` is the input for cross-attention in Megatron-Core's layer. This layer has no cross-attention.
+    """
 
     def forward(
         self, *args: Any, context: Float[Tensor, "layers columns rows hidden"] | None = None, **kwargs: Any

@@ -104,8 +104,12 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
 
 @dataclass
 class DeltaNetState:
-    """State of a layer for a batch of rows, after the tokens so far: the convolution's last inputs, and the state of
-    the rule."""
+    """State of a layer for a batch of rows, after the tokens so far.
+
+    Attributes:
+        inputs: The last inputs of the convolution. None before the first token.
+        memory: State of the gated delta rule. None before the first token.
+    """
 
     inputs: Float[Tensor, "rows taps_minus_1 channels"] | None = None
     memory: Float[Tensor, "rows heads key_dim value_dim"] | None = None
@@ -330,7 +334,12 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
-    """Return a rank's rows of a parameter, for a checkpoint, as blocks of a tensor with sections such as queries."""
+    """Return a parameter for a checkpoint, in which each section of rows, such as queries, has the rows of all ranks.
+
+    Args:
+        sharded: This rank's rows of the parameter.
+        sizes: Number of this rank's rows in each section.
+    """
     rows = sharded.local_shape[0]
     rank, ranks = sharded.global_offset[0] // rows, sharded.global_shape[0] // rows
     starts = [0, *itertools.accumulate(size * ranks for size in sizes)]

@@ -47,7 +47,8 @@ class LatentSelfAttention(MLASelfAttention):
 
     - The latents' norms have the epsilon of the checkpoints.
     - Down-projections to the latents are replicated on every tensor-parallel rank, as with Transformer Engine. With
-      Megatron-Core's column split, the gradient of the keys' rotary part lacks the heads of all other ranks.
+      Megatron-Core's column split, the gradient of the keys' rotary part, which all heads share, would only include
+      the heads of the own rank.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
@@ -63,7 +64,10 @@ class LatentSelfAttention(MLASelfAttention):
                 setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the layer spec's modules around the latents' norms: name -> module, as Megatron-Core 0.16 has them."""
+        """Return name -> module of the latents' norms and of the projections next to them, unchanged from `submodules`.
+
+        Later releases of Megatron-Core call this to choose the modules. Here they keep the choice of release 0.16.
+        """
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 

@@ -60,7 +60,7 @@ class BatchSize:
         )
 
     def terms(self, name: str) -> int:
-        """Return the number of terms in the mean of a loss."""
+        """Return the number of tokens or sequences over which the loss with this name is averaged."""
         return max(self.sequences if name == NAME_OF_BALANCING_TYPE["seq_aux_loss"] else self.tokens, 1)
 
 
@@ -71,15 +71,21 @@ class SequencesOfTokens:
     Attributes:
         sequence: `[tokens]`, index of each token's sequence, in the routers' order. -1 on padding.
         is_token: `[tokens]`, 1 for tokens, 0 for padding.
+        copies: `[tokens]`, the routers' token for each of these tokens, if sequences share tokens. Otherwise None.
     """
 
     sequence: Tensor
     is_token: Tensor
     num_sequences: int
+    copies: Tensor | None = None
 
     @classmethod
-    def of(cls, sequence: Tensor, num_sequences: int) -> "SequencesOfTokens":
-        return cls(sequence, (sequence >= 0).float(), num_sequences)
+    def of(cls, sequence: Tensor, num_sequences: int, copies: Tensor | None = None) -> "SequencesOfTokens":
+        return cls(sequence, (sequence >= 0).float(), num_sequences, copies)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return a router's values, `[its tokens, ...]`, for the tokens of the sequences, `[tokens, ...]`."""
+        return values if self.copies is None else values[self.copies]
 
 
 class RouterLosses:
@@ -116,7 +122,7 @@ class RouterLosses:
 
 
 class _LossesOfRouter:
-    """The losses of one router. They replace methods that the router's `routing` calls."""
+    """The losses of one router. Methods of this class replace the loss methods that the router's `routing` calls."""
 
     def __init__(self, losses: RouterLosses, chunk: int, router: Any):
         self._losses, self._chunk, self._router = losses, chunk, router
@@ -130,13 +136,15 @@ class _LossesOfRouter:
         coefficient = self._router.config.moe_z_loss_coeff
         if coefficient is None or not self._router.training or not torch.is_grad_enabled():
             return logits
-        return self._attach(logits, Z_LOSS, coefficient, z_loss_sum(logits, self._tokens.is_token))
+        return self._attach(
+            logits, Z_LOSS, coefficient, z_loss_sum(self._tokens.of_tokens(logits), self._tokens.is_token)
+        )
 
     def attach_balancing_losses(self, probs: Tensor, scores: Tensor, top_experts: Tensor, **_mask: Any) -> Tensor:
         """Return the probabilities with all balancing losses attached to their backward pass.
 
         Args:
-            scores: `[tokens, experts]`.
+            scores: Router scores `[tokens, experts]` from which the losses are computed.
             top_experts: `[tokens, experts]`, True for the experts of highest score.
         """
         assignments = counted_assignments(self._router, top_experts)
@@ -152,6 +160,7 @@ class _LossesOfRouter:
 
     def _balancing_sum(self, name: str, scores: Tensor, assignments: Tensor) -> Tensor:
         router, tokens = self._router, self._tokens
+        scores, assignments = tokens.of_tokens(scores), tokens.of_tokens(assignments)
         if name == NAME_OF_BALANCING_TYPE["seq_aux_loss"]:
             load = load_of_sequences(assignments, tokens.sequence, tokens.num_sequences)
             load = sum_over_group(load, router.tp_cp_group)
@@ -167,7 +176,11 @@ class _LossesOfRouter:
         return balancing_sum(scores, tokens.is_token, load)
 
     def _attach(self, values: Tensor, name: str, coefficient: float, share: Tensor) -> Tensor:
-        """Attach a loss, given as this rank's sum over the microbatch, to the backward pass of the values."""
+        """Return the values with a loss attached to their backward pass.
+
+        Args:
+            share: This rank's sum of the loss over the microbatch, before the coefficient and the mean.
+        """
         update, step = self._losses.update, self._losses.step
         # The schedule divides by the number of microbatches, and the gradient reduction by the data-parallel size. This
         # factor undoes both divisions.
@@ -178,11 +191,11 @@ class _LossesOfRouter:
 
 
 def counted_assignments(router: Any, top_experts: Tensor) -> Tensor:
-    """Return `[tokens, experts]`, 1 if a token of a router's last pass counts for an expert in its balancing losses.
+    """Return `[tokens, experts]`, 1 if the balancing losses count a token of the last pass as load of an expert.
 
-    A token counts for its chosen experts. With an expert bias it counts for the experts of highest score without the
-    bias (DeepSeek-V3, equation 18), because a bias that balances the load would leave no gradient. The configuration
-    decides whether replayed experts count.
+    A token is load of its chosen experts. With an expert bias, it is load of the experts with the highest scores
+    without the bias (DeepSeek-V3, equation 18). Otherwise the losses would have no gradient once the bias balances the
+    load. The configuration decides whether replayed experts count.
 
     Args:
         top_experts: `[tokens, experts]`, True for the experts of highest score.

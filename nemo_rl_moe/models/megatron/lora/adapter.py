@@ -217,7 +217,7 @@ class Adapter(nn.Module):
         return F.linear(hidden, self.up()) * self.scale
 
     def _shared(self, hidden: Tensor) -> Tensor:
-        """Exchange the products with `A` that each rank needs for its part of `B`."""
+        """Return the product with `A` after the tensor-parallel collective that the layer's sharding requires."""
         if self.base.cut == OUTPUTS:
             if self.base.sequence_is_cut:
                 return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

@@ -13,7 +13,9 @@ _BLOCK = re.compile(r"^(.*?\.\d+\.[^.]+)\.")
 
 
 def block_of(name: str) -> str:
-    """Return the name of a tensor's block: its layer's attention, MLP or norm. Outside of layers, return its own name.
+    """Return the name of a tensor's block: its layer's attention, MLP or norm.
+
+    A tensor outside of layers is a separate block, with the tensor's name.
 
     Engines join tensors of a block in one parameter, such as queries with keys or a layer's experts, and load them
     together.

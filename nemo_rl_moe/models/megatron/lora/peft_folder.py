@@ -111,7 +111,7 @@ def _fused(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
 
 
 def _blocks(parts: Sequence[Tensor], halves: Sequence[int | None]) -> Tensor:
-    """Return the `B` of a fused parameter: a block for each half, and zeros for a half without a factor."""
+    """Return the `B` of a fused parameter, such as gate and up: a block per half, zeros for a half without a factor."""
     if halves == [None]:
         return parts[0]
     blocks = torch.block_diag(*parts)
@@ -167,7 +167,9 @@ def _load(part: FactorPart, reader: "_Reader", problems: list[str]) -> None:
 
 
 class _Reader:
-    """Reader that finds full factors by this project's names in a peft file, for both forms of the experts.
+    """Reader that finds full factors in a peft file by this project's names.
+
+    Factors of experts may be separate for each expert, or fused for all experts of a layer.
 
     Attributes:
         used: Names in the file that have been read.
@@ -217,7 +219,10 @@ class _Reader:
 
 
 def _half(parts: ExpertFactor, down: Tensor, up: Tensor, rank: int) -> Tensor | str:
-    """Return an expert's factor for a half of a fused parameter. The fused factors have the rank or twice the rank."""
+    """Return an expert's factor for one half of a fused parameter, such as gate and up, or a text about a problem.
+
+    Fused factors of rank `rank` share `A` between the halves. Those of twice this rank have one block per half.
+    """
     if parts.half is None:
         return down if parts.is_a else up
     length = up.shape[0] // 2

@@ -34,10 +34,10 @@ class EngineMemory:
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Return the bytes of the smallest device that has room for the engine, or infinity if no device has.
+        """Return the bytes of the smallest device with room for the engine, or infinity if no device has enough.
 
         Args:
-            held_beside: Bytes that others need on the device.
+            held_beside: Bytes on the device that the trainer needs at the same time.
             utilization: Fraction of the device's memory that the engine takes.
         """
         rest = 1 - utilization
@@ -87,8 +87,8 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
 def refit_bytes(config: GRPOMasterConfig, transformer: TransformerConfig, memory: EngineMemory) -> int:
     """Return the bytes that buffers need while weights arrive, on a GPU that trainer and engine share.
 
-    The engine buffers a layer until it is complete. With a transport in `ON_DEVICE`, the trainer's rank
-    holds `MAX_UNACKNOWLEDGED` sent buckets, and one bucket that it fills.
+    The engine buffers a layer until it is complete. With a transport from device to device (`ON_DEVICE`), the
+    trainer's rank also holds `MAX_UNACKNOWLEDGED` sent buckets, and one bucket that it fills.
     """
     on_device = config.policy.generation.weight_transport in ON_DEVICE
     buckets = (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES if on_device else 0

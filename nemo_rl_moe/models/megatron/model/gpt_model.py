@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -40,7 +41,9 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 from nemo_rl_moe.models.megatron.model.value_head import ValueHead, add_value_head
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision, freeze_parts
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
+from nemo_rl_moe.models.megatron.training.prefix_tree import TreeSeqParams, predecessors_of
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
+from nemo_rl_moe.routing.routers import routers_of
 
 
 def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> int:
@@ -61,9 +64,10 @@ class _PolicyOutput:
         entropy: Entropies of the last pass, [batch, sequence], with their graph. The code that reads them clears them.
         candidate_column: Column of token ids whose log-probabilities the training pass also computes, or None.
         candidates: Log-probabilities of the ids in `candidate_column`, [batch, sequence, k]. Cleared like `entropy`.
-        model_columns: Name -> column of the microbatch, `[rows, columns, ...]` on the token axis, not split by sequence
-            parallelism. Set on every pipeline stage during the forward pass, but empty during activation recomputation:
-            read it before the layers, or pass it to the layers.
+        model_columns: Name -> additional input of the microbatch. An input with a value per token has the shape
+            `[rows, columns, ...]`, like the token ids, and is not split by sequence parallelism. Set
+            on every pipeline stage during the forward pass, but empty during activation recomputation: read it before
+            the layers, or pass it to the layers.
     """
 
     real_vocabulary_size: int
@@ -78,10 +82,11 @@ class _PolicyOutput:
     value_head: ValueHead
     predicts_tokens: bool = True
     values: Tensor | None = None
+    token_copies: Tensor | None = None
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the chunk. `model_columns` is set during the pass."""
+        """Run the chunk's forward pass, during which the attribute `model_columns` has the argument's value."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns
@@ -89,6 +94,23 @@ class _PolicyOutput:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.model_columns = MappingProxyType({})
+
+    def share_tokens(self, copies: Tensor | None) -> None:
+        """Set the routers' `token_copies` for the next microbatch: None if its sequences do not share tokens."""
+        if copies is None and self.token_copies is None:
+            return
+        self.token_copies = copies
+        for _, router in routers_of(self):  # type: ignore[arg-type]
+            router.token_copies = copies  # type: ignore[assignment]
+
+    def _preprocess(
+        self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
+        if not isinstance(packed_seq_params, TreeSeqParams):
+            return tuple(found)
+        embeddings, angles, *others = found
+        return (embeddings, angles.index_select(0, packed_seq_params.position_ids), *others)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the negative log-probability of each label, [batch, sequence]."""
@@ -109,7 +131,9 @@ class _PolicyOutput:
             self.values = self.value_head(hidden_states)
             if not self.predicts_tokens:
                 return self.values
-        if labels is None or not self.post_process or not self._computes_in_chunks(labels):  # type: ignore[attr-defined]
+        predecessors = predecessors_of(kwargs.get("packed_seq_params"))
+        in_chunks = predecessors is not None or (labels is not None and self._computes_in_chunks(labels))
+        if labels is None or not self.post_process or not in_chunks:  # type: ignore[attr-defined]
             return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[misc]
         found = chunked_token_statistics(
             self,
@@ -118,6 +142,7 @@ class _PolicyOutput:
             self.temperature,
             with_entropy=self.needs_entropy,
             candidate_ids=None if self.candidate_column is None else self.model_columns[self.candidate_column],
+            predecessors=predecessors,
         )
         self.entropy, self.candidates = found.entropy, found.candidates
         return -found.logprobs

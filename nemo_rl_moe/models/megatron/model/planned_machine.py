@@ -50,4 +50,6 @@ def planned_with_gpus() -> Iterator[None]:
 
 
 def _not_here(*arguments: Any, **keywords: Any) -> Any:
-    raise RuntimeError("this kernel of Transformer Engine does not exist here: the machine with GPUs is only planned")
+    raise RuntimeError(
+        "this kernel of Transformer Engine does not exist here: this process only plans a run on a machine with GPUs"
+    )

@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from nemo_rl_moe.routing.routers import token_copies
+
 MEGATRON_VERSION: str = importlib.metadata.version("megatron-core")
 HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) >= (0, 17)
 
@@ -64,9 +66,9 @@ def mark_expert_parameters(model: nn.Module) -> None:
     expert parallel 1 and expert-tensor parallel 1, it then never reduces the expert gradients (up to 0.18). With the
     mark in every layout, an optimizer checkpoint can also move between expert-parallel sizes.
 
-    Megatron treats the bias of an expert's second product like that of a tensor-parallel layer: under sequence
-    parallelism it sums the ranks' gradients, even of different experts (0.16.1 to 0.19.2), and only the first rank
-    counts these gradients in the gradient norm (0.16.1).
+    The function also corrects the bias of an expert's second product, which Megatron marks like that of a
+    tensor-parallel layer. Under sequence parallelism, Megatron would sum the ranks' gradients of this bias, even of
+    different experts (0.16.1 to 0.19.2), and count only the first rank's in the gradient norm (0.16.1).
     """
     for name, parameter in model.named_parameters():
         if is_routed_expert(name):
@@ -105,7 +107,9 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
     """Replace TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
     if self.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
-            if padding_mask is not None:
+            if (copies := token_copies(self)) is not None:
+                routing_map = routing_map[copies]
+            elif padding_mask is not None:
                 routing_map = routing_map & ~padding_mask.reshape(-1, 1)
             self.local_tokens_per_expert += routing_map.sum(dim=0)
 

@@ -53,7 +53,7 @@ _KEY = "policy.megatron_cfg."
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Return name -> origin (such as a key of config.json) of each router setting without Megatron-Core's default."""
+    """Return name -> origin (such as a key of config.json) of each router setting unlike Megatron-Core's default."""
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
@@ -203,6 +203,6 @@ def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) ->
 
 
 def _own(hf_config: Any, name: str) -> Any:
-    """Return the value of a setting in the model's own configuration."""
+    """Return the value that a setting has by the model's `config.json`, without the user's settings."""
     fields = family_of(hf_config).transformer_fields(hf_config)
     return fields[name] if name in fields else getattr(TransformerConfig, name, None)

@@ -23,6 +23,7 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
+from nemo_rl_moe.models.megatron.model.shared_prefix import problems_with_shared_prefix
 from nemo_rl_moe.routing.routers import moe_layer_indices
 
 Z_LOSS = "z_loss"
@@ -217,6 +218,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     problems += _problems_with_fused_cross_entropy(fields)
     problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
+    problems += problems_with_shared_prefix(policy, fields, has_vision=family.vision is not None)
     problems += [] if policy.lora is None else target_problems(policy.lora, hf_config)
     if fields.get("softmax_type") == "learnable":
         problems += _problems_with_packed_sinks(policy)

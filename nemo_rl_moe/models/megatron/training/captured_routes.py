@@ -11,8 +11,8 @@ from jaxtyping import Int
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, SequenceCut
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.routing.replay import UNKNOWN
 
 
@@ -123,8 +123,8 @@ def _in_order(
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
     """Return the routed experts of the tokens with the indices `order`, token by token.
 
-    An item of the numpy array has all experts of one (token, layer). This is several times as fast as an index of
-    single experts, or as a tensor for each of hundreds of short sequences.
+    The routes are indexed as a numpy array whose items contain all experts of one (token, layer). This is several
+    times as fast as indexing single experts, or as one torch operation for each of hundreds of short sequences.
     """
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]
@@ -146,7 +146,8 @@ def routes_of_microbatch(
         group = parallel_state.get_tensor_model_parallel_group()
         dist.all_gather(blocks, captured.contiguous().view(torch.uint8), group=group)
         captured = torch.cat([block.view(torch.int16) for block in blocks])
-    by_row = microbatch.whole(captured.unflatten(0, (-1, microbatch.input_ids.shape[0])).transpose(0, 1)).contiguous()
+    by_row = captured.unflatten(0, (-1, microbatch.input_ids.shape[0])).transpose(0, 1)
+    by_row = microbatch.whole(microbatch.of_inputs(by_row)).contiguous()
     stages.gather(by_row)
     on_host = by_row.cpu().numpy()
     lengths, starts = microbatch.batch.lengths.tolist(), microbatch.sequence_start.tolist()

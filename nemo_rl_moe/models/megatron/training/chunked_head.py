@@ -59,18 +59,26 @@ def statistics_of_heads(
     temperature: float,
     heads: Collection[Head],
     candidate_ids: Int[Tensor, "rows columns k"] | None = None,
+    predecessors: Int[Tensor, " columns"] | None = None,
 ) -> TokenStatistics:
     """Return the statistics of the requested heads from the final norm's output.
 
     Args:
         candidate_ids: Candidates of the predicted token. An entry -1 is no candidate, and its log-probability has no
             meaning.
+        predecessors: For each label, the column whose hidden state predicts it. With None, it is the label's column.
     """
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)
     found = chunked_token_statistics(
-        model, hidden_states, labels, temperature, with_entropy=Head.ENTROPY in heads, candidate_ids=candidate_ids
+        model,
+        hidden_states,
+        labels,
+        temperature,
+        with_entropy=Head.ENTROPY in heads,
+        candidate_ids=candidate_ids,
+        predecessors=predecessors,
     )
     return found._replace(values=values)
 
@@ -83,10 +91,17 @@ def chunked_token_statistics(
     *,
     with_entropy: bool = False,
     candidate_ids: Int[Tensor, "rows columns k"] | None = None,
+    predecessors: Int[Tensor, " columns"] | None = None,
 ) -> TokenStatistics:
-    """Return the statistics of each target, differentiable with respect to hidden states and output weight."""
+    """Return the statistics of each target, differentiable with respect to hidden states and output weight.
+
+    The arguments are described in `statistics_of_heads`.
+    """
     hidden, weight, head = _inputs_of_head(model, hidden_states, temperature, with_entropy=with_entropy)
     rows, columns = labels.shape
+    if predecessors is not None:  # a prefix tree is one row
+        hidden = hidden.index_select(0, predecessors)
+        candidate_ids = None if candidate_ids is None else candidate_ids.index_select(1, predecessors)
     ids = None if candidate_ids is None else candidate_ids.transpose(0, 1).flatten(0, 1).long()
     logprobs, greedy_matches, entropy, candidates = (
         None if values is None else values.unflatten(0, (columns, rows)).transpose(0, 1)

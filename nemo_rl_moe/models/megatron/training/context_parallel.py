@@ -98,8 +98,8 @@ class ContextCut:
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
         """Return full rows, joined from the columns of all ranks. All ranks of the group call it.
 
-        All ranks continue with the same rows, so each rank already has the full gradient of its columns. The backward
-        pass selects them without a collective.
+        All ranks compute the same with the full rows, so each rank gets the full gradient. The backward pass selects
+        the gradient of the rank's own columns, without a collective.
         """
         gathered: Tensor = _BroughtTogether.apply(values, self)
         return gathered

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut
+from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.routing_advantage import (
@@ -85,9 +85,10 @@ class ExpertAdvantageRecorder(StepObserver):
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """Return this rank's counts, and advantage, group, number of trained tokens and sample of its sequences.
+        """Return two tensors with a position for each sequence of the global batch, filled for this rank's sequences.
 
-        Both are at the sequences' positions in the global batch.
+        The first has the counts, `[sequences, layers, experts]`. The second, `[4, sequences]`, has the advantage, the
+        group, the number of trained tokens and the sample of each sequence.
         """
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
@@ -112,7 +113,7 @@ def rows_of_tokens(
     """
     trained = microbatch.batch.token_mask[:, 1:]
     rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
-    return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
+    return microbatch.in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
 
 
 def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
-from nemo_rl_moe.routing.routers import RouterLayer, mask_of_call, routed_experts, routers_of
+from nemo_rl_moe.routing.routers import RouterLayer, mask_of_call, routed_experts, routers_of, token_copies
 
 
 def attach_expert_load_recorder(
@@ -33,6 +33,7 @@ def attach_expert_load_recorder(
 def _recording_hook(recorder: ExpertLoadRecorder, position: int, layer: RouterLayer) -> Any:
     def record(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         if recorder.is_recording:
-            recorder.add(position, routed_experts(layer, router, outputs), mask_of_call(args, kwargs))
+            padding = mask_of_call(args, kwargs) if token_copies(router) is None else None
+            recorder.add(position, routed_experts(layer, router, outputs), padding)
 
     return record

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, first_tokens
-from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut, first_tokens
+from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.writers import WriterLoad, writer_metrics
@@ -64,4 +64,4 @@ def _writers_of_tokens(microbatch: ModelMicrobatch, other_row: int, cut: Sequenc
     batch = microbatch.batch
     writers = batch.columns[TOKEN_WRITERS].values.long()
     is_token = first_tokens(batch.counted_lengths, writers.shape[1])
-    return in_router_order(microbatch.at_tokens(writers, is_token, other_row), cut)
+    return microbatch.in_router_order(microbatch.at_tokens(writers, is_token, other_row), cut)

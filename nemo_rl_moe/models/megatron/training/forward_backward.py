@@ -37,6 +37,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
+from nemo_rl_moe.models.megatron.training.prefix_tree import predecessors_of
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, sequences_of_tokens
 from nemo_rl_moe.models.megatron.training.step_observer import StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
@@ -155,7 +156,10 @@ class ForwardBackward:
             def finish(hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
                 bare = unwrap_model(model)
                 ids, logprobs = chunked_top_candidates(bare, hidden_states, self.temperature, k, vocabulary_size)
-                ids, logprobs = (_of_tokens(microbatch.per_sequence(each)) for each in (ids.to(torch.int32), logprobs))
+                ids, logprobs = (
+                    _of_tokens(microbatch.per_sequence(microbatch.of_inputs(each)))
+                    for each in (ids.to(torch.int32), logprobs)
+                )
                 return hidden_states.new_zeros(()), (ids, logprobs)
 
             return self._run_model(model, microbatch, number, labels=None), finish
@@ -187,14 +191,15 @@ class ForwardBackward:
         forward_only: bool,
     ) -> list[Any]:
         microbatches = self.prepare(token_batches)
+        first = microbatches[0]
         iterators = [enumerate(microbatches, start=first_microbatch) for _ in chunks]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=microbatches[0].num_columns,
-            micro_batch_size=microbatches[0].input_ids.shape[0],
+            seq_length=first.num_columns if first.shared is None else first.shared.input_ids.shape[1],
+            micro_batch_size=first.input_ids.shape[0],
             forward_only=forward_only,
         )
         return results
@@ -205,9 +210,10 @@ class ForwardBackward:
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         multiple *= place.sequence_multiple
         shape = MicrobatchShape(multiple, place=place, pixels_per_token=self.pixels_per_token)
+        packed = self.packed or token_batches[0].shares_prefixes
         if self.config.pipeline_model_parallel_size > 1:
-            shape = common_shape(token_batches, shape, packed=self.packed)
-        make = pack_microbatch if self.packed else pad_microbatch
+            shape = common_shape(token_batches, shape, packed=packed)
+        make = pack_microbatch if packed else pad_microbatch
         return [make(batch, shape, self.device) for batch in token_batches]
 
     def _training_step(
@@ -223,12 +229,12 @@ class ForwardBackward:
         needs = needs_of(loss_function)
         bare.needs_entropy, bare.candidate_column = Head.ENTROPY in needs, _candidate_column(microbatch, needs)
         forward = TrainingForward(chunk, number, microbatch)
-        give_tokens = self._give_tokens(chunk, microbatch)
+        give_tokens = self._give_tokens(chunk, bare, microbatch)
         give_tokens()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.training_forward(forward))
-            output = self._run_model(model, microbatch, number, labels=microbatch.labels)
+            output = self._run_model(model, microbatch, number, labels=microbatch.inputs.labels)
         for observer in self.observers:
             observer.after_forward(forward, output)
         if output.requires_grad:  # recomputation runs the routers again
@@ -242,12 +248,19 @@ class ForwardBackward:
             return output, partial(_value_loss, shard, loss_function, microbatch)
         return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values, candidates)
 
-    def _give_tokens(self, chunk: int, microbatch: ModelMicrobatch) -> Callable[[], None]:
-        """Return a function that gives the tokens of a microbatch to the router losses of a chunk."""
-        if not self.router_losses.is_on:
-            return lambda: None
-        tokens = sequences_of_tokens(microbatch, cut_of_rank(self.config))
-        return lambda: self.router_losses.set_tokens(chunk, tokens)
+    def _give_tokens(self, chunk: int, model: Any, microbatch: ModelMicrobatch) -> Callable[[], None]:
+        """Return a function that gives the tokens of a microbatch to the routers of a chunk and to their losses."""
+        tokens = sequences_of_tokens(microbatch, cut_of_rank(self.config)) if self.router_losses.is_on else None
+
+        def give() -> None:
+            model.share_tokens(self._copies(microbatch))
+            if tokens is not None:
+                self.router_losses.set_tokens(chunk, tokens)
+
+        return give
+
+    def _copies(self, microbatch: ModelMicrobatch) -> Tensor | None:
+        return None if microbatch.shared is None else microbatch.shared.copies_of(cut_of_rank(self.config)).source
 
     def _forward_step(
         self,
@@ -259,11 +272,17 @@ class ForwardBackward:
         number, microbatch = next(data_iterator)
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
-            column = _candidate_column(microbatch, heads)
-            candidate_ids = None if column is None else microbatch.model_columns[column]
-            statistics = statistics_of_heads(
-                unwrap_model(model), hidden_states, microbatch.labels, self.temperature, heads, candidate_ids
+            column, inputs = _candidate_column(microbatch, heads), microbatch.inputs
+            found = statistics_of_heads(
+                unwrap_model(model),
+                hidden_states,
+                inputs.labels,
+                self.temperature,
+                heads,
+                None if column is None else inputs.model_columns[column],
+                predecessors_of(inputs.packed_seq_params),
             )
+            statistics = _in_layout_of(microbatch, found)
             if column == KEPT_TOKENS:
                 statistics = statistics.over_kept(microbatch.model_columns[KEPT_TOKENS])
             # The schedule only divides this loss in place.
@@ -278,16 +297,18 @@ class ForwardBackward:
         if self.hooks is not None:
             chunk, trains = get_attr_wrapped_model(model, "vp_stage") or 0, labels is not None
             hooked = self.hooks.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
+        unwrap_model(model).share_tokens(self._copies(microbatch))
+        inputs = microbatch.inputs
         with hooked:
             output: Tensor = model(
-                microbatch.input_ids,
-                microbatch.position_ids,
+                inputs.input_ids,
+                inputs.position_ids,
                 self._attention_mask(microbatch),
                 labels=labels,
-                model_columns=microbatch.model_columns,
-                packed_seq_params=microbatch.packed_seq_params,
+                model_columns=inputs.model_columns,
+                packed_seq_params=inputs.packed_seq_params,
                 padding_mask=padding_mask_for_stage(
-                    microbatch.padding_mask,
+                    inputs.padding_mask,
                     is_first_stage=get_attr_wrapped_model(model, "pre_process"),
                     tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
                     tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -303,7 +324,10 @@ class ForwardBackward:
 
 
 def _candidate_column(microbatch: ModelMicrobatch, heads: Collection[Head]) -> str | None:
-    """Return the column of ids whose log-probabilities are needed: kept tokens, or candidates of the loss."""
+    """Return the name of the column with the token ids whose log-probabilities are needed, or None.
+
+    They are the tokens that top-k and top-p kept in sampling, or the candidates that the loss asks for.
+    """
     if Head.LOGPROBS in heads and KEPT_TOKENS in microbatch.model_columns:
         return KEPT_TOKENS
     return CANDIDATE_IDS if Head.CANDIDATES in heads else None
@@ -312,6 +336,19 @@ def _candidate_column(microbatch: ModelMicrobatch, heads: Collection[Head]) -> s
 def _of_tokens(values: Tensor) -> Tensor:
     """Return `[sequences, targets, k]` with zeros in front for the first token, which has no prediction."""
     return torch.nn.functional.pad(values, (0, 0, 1, 0))
+
+
+def _in_layout_of(microbatch: ModelMicrobatch, found: TokenStatistics) -> TokenStatistics:
+    """Return a model's statistics in the layout of the microbatch's separate sequences."""
+    if microbatch.shared is None:
+        return found
+    return TokenStatistics(
+        microbatch.of_targets(found.logprobs),
+        None if found.greedy_matches is None else microbatch.of_targets(found.greedy_matches),
+        None if found.entropy is None else microbatch.of_targets(found.entropy),
+        None if found.values is None else microbatch.of_inputs(found.values),
+        None if found.candidates is None else microbatch.of_targets(found.candidates),
+    )
 
 
 def _training_loss(
@@ -323,7 +360,7 @@ def _training_loss(
     candidates: Tensor | None,
     output: Tensor,
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    statistics = TokenStatistics(-output, None, entropy, values, candidates)
+    statistics = _in_layout_of(microbatch, TokenStatistics(-output, None, entropy, values, candidates))
     if KEPT_TOKENS in microbatch.model_columns:
         statistics = statistics.over_kept(microbatch.model_columns[KEPT_TOKENS])
     return _scaled_loss(shard, loss_function, microbatch, statistics)
@@ -332,7 +369,8 @@ def _training_loss(
 def _value_loss(
     shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    return _scaled_loss(shard, loss_function, microbatch, TokenStatistics.of_values(output))
+    statistics = _in_layout_of(microbatch, TokenStatistics.of_values(output))
+    return _scaled_loss(shard, loss_function, microbatch, statistics)
 
 
 def _scaled_loss(

@@ -3,10 +3,11 @@
 """Conversion of a microbatch of sequences to the inputs of Megatron-Core's GPTModel, padded or packed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,6 +18,69 @@ from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.image_positions import image_positions
 from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, ON_HOST, PIXELS, distinct_pixels
 from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
+from nemo_rl_moe.models.megatron.training.prefix_tree import PrefixTree, TreeSeqParams
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
+
+
+class SequenceCut(NamedTuple):
+    """Block of a microbatch's columns that a rank's routers see: block `rank` of `size` under sequence parallelism."""
+
+    rank: int
+    size: int
+
+
+def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
+    """Return the values of a rank's tokens in its routers' order: all rows of a column, then of the next column."""
+    by_column = values.transpose(0, 1)
+    if cut.size > 1:
+        by_column = by_column.chunk(cut.size)[cut.rank]
+    return by_column.flatten(0, 1)
+
+
+class Copies(NamedTuple):
+    """Tokens of packed sequences whose token of the prefix tree is in a rank's block.
+
+    Attributes:
+        positions: Flat position of each token in the packed row.
+        source: Index of its token in the block.
+    """
+
+    positions: Int[Tensor, " copies"]
+    source: Int[Tensor, " copies"]
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """Inputs of the model if sequences share prefixes: one row in which each distinct token occurs once.
+
+    Outputs for a target are at the target itself, since several targets may follow one token.
+
+    Attributes:
+        labels: The token at each position, which is the target of the token's predecessor.
+        padding_mask: True on padding. None without padding.
+        model_columns: As in `ModelMicrobatch`, with the values of the first sequence that has a token.
+        as_inputs: `[columns]`, token of the row for each position of the packed sequences, 0 on padding.
+        as_targets: `[columns]`, token of the row for the target after each position. No meaning after the last token.
+    """
+
+    tree: PrefixTree
+    input_ids: Int[Tensor, "1 tree"]
+    labels: Int[Tensor, "1 tree"]
+    position_ids: Int[Tensor, "1 tree"]
+    padding_mask: Bool[Tensor, "1 tree"] | None
+    packed_seq_params: TreeSeqParams
+    model_columns: Mapping[str, Tensor]
+    as_inputs: Int[Tensor, " columns"]
+    as_targets: Int[Tensor, " columns"]
+    _copies: dict[SequenceCut, Copies] = field(default_factory=dict)
+
+    def copies_of(self, cut: SequenceCut) -> Copies:
+        """Return the tokens of the sequences that a rank's routers see, in the order of the packed row."""
+        if cut not in self._copies:
+            size = self.input_ids.shape[1] // cut.size
+            found = (torch.from_numpy(each) for each in self.tree.copies_of_block(cut.rank, size))
+            self._copies[cut] = Copies(*(to_device(each, self.input_ids.device) for each in found))
+        return self._copies[cut]
 
 
 @dataclass(frozen=True)
@@ -35,9 +99,11 @@ class ModelMicrobatch:
         packed_seq_params: Boundaries of packed sequences. None if sequences are padded.
         sequence_start: Flat position of each sequence's first token.
         batch: The sequences with the columns for the loss, on the device.
-        model_columns: Name -> column of the batch for the model. On the token axis it is `[rows, columns, ...]`, with
-            the column's fill value on padding. On the sequence axis it is `[rows, ...]`, or `[sequences, ...]` if
-            packed. A ragged column has all sequences' values in order. `models.images` describes the pixels.
+        model_columns: Name -> column of the batch for the model. A column with a value per token becomes
+            `[rows, columns, ...]`, with the column's fill value on padding. A column with a value per sequence becomes
+            `[rows, ...]`, or `[sequences, ...]` if packed. A ragged column, with any number of values per sequence, has
+            the values of all sequences in order. `models.images` describes the pixels.
+        shared: The model's inputs if the sequences share prefixes. All other attributes describe separate sequences.
     """
 
     input_ids: Int[Tensor, "rows columns"]
@@ -50,10 +116,47 @@ class ModelMicrobatch:
     batch: TokenBatch
     model_columns: Mapping[str, Tensor]
     context: ContextCut | None = None
+    shared: SharedLayout | None = None
+
+    @property
+    def inputs(self) -> "ModelMicrobatch | SharedLayout":
+        """The model's inputs: this microbatch, or its layout with shared prefixes."""
+        return self.shared or self
 
     @property
     def num_columns(self) -> int:
         return self.input_ids.shape[1] if self.context is None else len(self.context.order)
+
+    def in_router_order(self, values: Shaped[Tensor, "rows columns ..."], cut: SequenceCut) -> Tensor:
+        """Return the values of the tokens that a rank's routers see, in their order, `[tokens, ...]`.
+
+        If sequences share tokens, the result has a value for each copy of a token, in the order of the packed row.
+        """
+        if self.shared is None:
+            return in_router_order(values, cut)
+        return values.flatten(0, 1)[self.shared.copies_of(cut).positions]
+
+    def router_index(self, positions: Int[Tensor, "..."], cut: SequenceCut) -> Int[Tensor, "..."]:
+        """Return the index of tokens in `in_router_order`, outside of its range if the rank's routers do not see them.
+
+        Args:
+            positions: Flat positions in full rows.
+        """
+        if self.shared is not None:
+            copies = self.shared.copies_of(cut).positions
+            index = positions.new_full((self.input_ids.numel(),), -1)
+            index[copies] = torch.arange(len(copies), device=index.device)
+            return index[positions.clamp(max=len(index) - 1)]
+        row, column = positions // self.num_columns, self.local_columns(positions % self.num_columns)
+        return column * self.input_ids.shape[0] + row - cut.rank * (self.input_ids.numel() // cut.size)
+
+    def of_inputs(self, values: Shaped[Tensor, "rows model_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
+        """Return a model's outputs, one for each input token, in the layout of `input_ids`."""
+        return values if self.shared is None else values[:, self.shared.as_inputs]
+
+    def of_targets(self, values: Shaped[Tensor, "rows model_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
+        """Return a model's outputs, one for each target, in the layout of `labels`."""
+        return values if self.shared is None else values[:, self.shared.as_targets]
 
     def part(self, values: Shaped[Tensor, "rows all_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
         """Select this rank's columns of full rows."""
@@ -136,7 +239,12 @@ class MicrobatchShape:
 def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, packed: bool) -> MicrobatchShape:
     """Return one shape for all microbatches, because pipeline stages exchange tensors of a fixed shape."""
     if packed:
-        columns = max(sum(_segments(batch, shape.place)) for batch in microbatches)
+        columns = max(
+            _tree_of(batch, batch.lengths.tolist()).num_tokens
+            if batch.shares_prefixes
+            else sum(_segments(batch, shape.place))
+            for batch in microbatches
+        )
         return replace(shape, rows=1, columns=columns)
     return replace(
         shape,
@@ -177,7 +285,8 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
     """Return all sequences concatenated in one row. Padding at the row's end is an additional, unused sequence."""
     lengths, segments = batch.lengths.tolist(), _segments(batch, shape.place)
     total = sum(segments)
-    columns = round_up(max(shape.columns, total), shape.column_multiple)
+    tree = _tree_of(batch, lengths) if batch.shares_prefixes else None
+    columns = total if tree is not None else round_up(max(shape.columns, total), shape.column_multiple)
     input_ids, labels = torch.zeros(1, columns, dtype=torch.long), torch.zeros(1, columns, dtype=torch.long)
     is_padding = torch.ones(1, columns, dtype=torch.bool)
     starts = [0, *accumulate(segments)][:-1]
@@ -199,6 +308,10 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             position_ids[:, 0, start : start + length] = by_row[:, row, :length]
     cut = _CutTo(ContextCut.of(segments, shape.place), device)
+    model_columns = {
+        name: (column, _packed(column, lengths, starts, columns))
+        for name, column in batch.columns_for(Destination.MODEL).items()
+    }
     return ModelMicrobatch(
         input_ids=cut(input_ids),
         labels=cut(labels),
@@ -214,12 +327,80 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         ),
         sequence_start=to_device(torch.tensor(starts), device),
         batch=batch.for_loss().to(device),
-        model_columns={
-            name: cut.column(name, column, _packed(column, lengths, starts, columns))
-            for name, column in batch.columns_for(Destination.MODEL).items()
-        }
+        model_columns={name: cut.column(name, *column) for name, column in model_columns.items()}
         | _pixels(batch, device),
         context=cut.on_device(),
+        shared=None if tree is None else _shared_layout(tree, input_ids, model_columns, shape, device),
+    )
+
+
+def _tree_of(batch: TokenBatch, lengths: Sequence[int]) -> PrefixTree:
+    """Return the prefix tree of packed sequences.
+
+    Tokens are equal if their ids and all their columns for the model are. Before a sequence's first trained token, the
+    replayed experts of the first sequence apply to all.
+    """
+    trained = batch.token_mask.cumsum(1) > 0
+    columns = [batch.input_ids.numpy()]
+    for name, column in batch.columns_for(Destination.MODEL).items():
+        if column.axis is Axis.TOKEN:
+            values = column.values
+            if name == ROUTED_EXPERTS:
+                values = values.where(trained.view(*trained.shape, *(1,) * (values.ndim - 2)), UNKNOWN)
+            columns.append(values.numpy())
+    counted = batch.counted_lengths.tolist()
+    flat = [
+        np.concatenate([column[row, :length] for row, length in enumerate(lengths)] or [column[0, :0]])
+        for column in columns
+    ]
+    return PrefixTree.of(flat, [0, *accumulate(lengths)][:-1], counted)
+
+
+def _shared_layout(
+    tree: PrefixTree,
+    input_ids: Int[Tensor, "1 columns"],
+    model_columns: Mapping[str, tuple[Column, Tensor]],
+    shape: MicrobatchShape,
+    device: torch.device,
+) -> SharedLayout:
+    size = round_up(max(shape.columns, tree.num_tokens), shape.column_multiple)
+    padding = size - tree.num_tokens
+
+    def in_row(values: Tensor, fill: float = 0) -> Tensor:
+        found = values.new_full((1, size, *values.shape[1:]), fill)
+        found[0, : tree.num_tokens] = values
+        return to_device(found, device)
+
+    owner = torch.from_numpy(tree.owner)
+    predecessors = np.concatenate([tree.predecessors(), np.arange(tree.num_tokens, size)])
+    as_inputs = torch.zeros(input_ids.shape[1], dtype=torch.long)
+    as_inputs[torch.from_numpy(tree.copies)] = torch.from_numpy(tree.source)
+    ids, position_ids = in_row(input_ids[0, owner]), in_row(torch.from_numpy(tree.positions()))
+    # For the rotary embedding, the row is a single sequence, whose angles follow `position_ids`.
+    bounds = to_device(torch.tensor([0, size], dtype=torch.int32), device)
+    longest = max((depth + length for depth, length in zip(tree.depths, tree.lengths, strict=True)), default=1)
+    return SharedLayout(
+        tree=tree,
+        input_ids=ids,
+        labels=ids,
+        position_ids=position_ids,
+        padding_mask=in_row(torch.zeros(tree.num_tokens, dtype=torch.bool), True) if padding else None,
+        packed_seq_params=TreeSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            tree=tree,
+            position_ids=position_ids[0],
+            predecessors=to_device(torch.from_numpy(predecessors), device),
+        ),
+        model_columns={
+            name: in_row(values[0, owner], column.fill) if column.axis is Axis.TOKEN else to_device(values, device)
+            for name, (column, values) in model_columns.items()
+        },
+        as_inputs=to_device(as_inputs, device),
+        as_targets=to_device(as_inputs.roll(-1), device),
     )
 
 

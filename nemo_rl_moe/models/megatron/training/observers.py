@@ -22,7 +22,7 @@ from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_
 from nemo_rl_moe.models.megatron.training.expert_writers import ExpertWriterRecorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
-from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank
 from nemo_rl_moe.models.megatron.training.shared_expert_gates import SharedExpertGates
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
@@ -85,7 +85,7 @@ class ExpertLoadReports(StepObserver):
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
         is_image = forward.microbatch.model_columns.get(IS_IMAGE)
         if is_image is not None:
-            is_image = in_router_order(is_image, cut_of_rank(self._config))
+            is_image = forward.microbatch.in_router_order(is_image, cut_of_rank(self._config))
         return self.recorder.training_forward(forward.chunk, forward.number, is_image)
 
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:

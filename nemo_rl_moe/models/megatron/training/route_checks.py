@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut
 from nemo_rl_moe.routing.agreement.lag_agreement import LagAgreement
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
@@ -56,7 +56,7 @@ class RouteProbe:
         routes: Int[Tensor, "topk layers tokens"],
         live: Int[Tensor, "topk layers tokens"],
         microbatch: ModelMicrobatch,
-        first_token: int,
+        cut: SequenceCut,
     ) -> None:
         if not self._samples:
             return
@@ -64,8 +64,7 @@ class RouteProbe:
         first = (lengths - 1 - NUM_TOKENS).clamp(min=0)[:, None]
         positions = first + torch.arange(NUM_TOKENS, device=lengths.device)
         flat = positions + microbatch.sequence_start[: len(lengths), None]
-        rows, columns = flat // microbatch.num_columns, microbatch.local_columns(flat % microbatch.num_columns)
-        tokens = columns * microbatch.input_ids.shape[0] + rows - first_token
+        tokens = microbatch.router_index(flat, cut)
         num_tokens = routes.shape[-1]
         known = (positions < lengths[:, None] - 1) & (tokens >= 0) & (tokens < num_tokens)
         index = tokens.clamp(0, num_tokens - 1).reshape(-1)

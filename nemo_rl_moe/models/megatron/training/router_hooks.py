@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,12 @@ from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, first_tokens
+from nemo_rl_moe.models.megatron.training.microbatch import (
+    ModelMicrobatch,
+    SequenceCut,
+    first_tokens,
+    in_router_order,
+)
 from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, RouteProbe, computes_in_float32
 from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, ReplayedPass, join_passes
 from nemo_rl_moe.routing.agreement.report import routing_report
@@ -44,13 +49,6 @@ from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 CountedLoad = Literal["live", "replayed"]
 
 
-class SequenceCut(NamedTuple):
-    """Block of a microbatch's columns that a rank's routers see: block `rank` of `size` under sequence parallelism."""
-
-    rank: int
-    size: int
-
-
 def cut_of_rank(config: TransformerConfig) -> SequenceCut:
     if not config.sequence_parallel:
         return SequenceCut(0, 1)
@@ -61,14 +59,20 @@ def cut_of_rank(config: TransformerConfig) -> SequenceCut:
 
 @dataclass(frozen=True)
 class ChunkRoutes:
-    """Captured experts of one microbatch's tokens, for the routers of a model chunk."""
+    """Captured experts of one microbatch's tokens, for the routers of a model chunk.
+
+    Attributes:
+        rows: Experts of the tokens of all sequences.
+        fed: Experts of the routers' tokens. They differ from `rows` only if sequences share tokens.
+    """
 
     rows: ReplayRoutes
+    fed: ReplayRoutes
 
     @cached_property
     def by_layer(self) -> list[LayerRoutes]:
         """The captured experts of each router. Computed at the first use, because not every pass needs them."""
-        return self.rows.by_layer()
+        return self.fed.by_layer()
 
 
 class RouterHooks:
@@ -160,7 +164,7 @@ class RouterHooks:
                 assert routes is not None
                 assert statistics is not None
                 # A router runs once in a forward pass.
-                seen = [hook.take()[0] for hook in self._hooks[chunk].values()]
+                seen = [of_copies(hook.take()[0], microbatch, self.cut) for hook in self._hooks[chunk].values()]
                 fed = fed_tokens(microbatch, self.cut)
                 if statistics is self.statistics:
                     rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, self.cut)
@@ -175,7 +179,7 @@ class RouterHooks:
             self._give(chunk, None)
 
     def _wait(self, chunk: int, microbatch: ModelMicrobatch, found: ReplayedPass) -> None:
-        """Queue a pass, and count it together with other small passes of the chunk."""
+        """Queue a pass, so that its experts are compared and counted together with those of other small passes."""
         if self._waiting:
             first = self._waiting[0]
             entries = found.num_entries + sum(each.num_entries for each in self._waiting)
@@ -204,7 +208,7 @@ class RouterHooks:
         if chunk not in self._probed:
             first = slice(first_tokens)
             planes = found.routes.planes[..., first]
-            self.probe.add(layers, planes, live[..., first], microbatch, self.cut.rank * first_tokens)
+            self.probe.add(layers, planes, live[..., first], microbatch, self.cut)
         self._probed.add(chunk)
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
@@ -289,7 +293,11 @@ class RouterHooks:
         self, chunk: int, microbatch: ModelMicrobatch, captured: dict[int, tuple[ModelMicrobatch, Tensor]]
     ) -> None:
         if id(microbatch) not in captured:  # also on a stage without MoE layers, for the later collectives
-            shape = (microbatch.input_ids.numel() // self.cut.size, len(self.layers), int(self._config.moe_router_topk))
+            shape = (
+                microbatch.inputs.input_ids.numel() // self.cut.size,
+                len(self.layers),
+                int(self._config.moe_router_topk),
+            )
             routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=microbatch.input_ids.device)
             captured[id(microbatch)] = (microbatch, routes)
         for position, hook in self._hooks[chunk].items():
@@ -298,13 +306,17 @@ class RouterHooks:
 
     def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> ChunkRoutes | None:
         """Return the capture for the routers of a chunk. The last result is cached."""
-        values = microbatch.model_columns.get(ROUTED_EXPERTS)
-        if values is None:
+        if ROUTED_EXPERTS not in microbatch.model_columns:
             return None
         if self._last_routes is None or self._last_routes[0] is not microbatch or self._last_routes[1] != chunk:
-            of_chunk = in_router_order(values, self.cut).index_select(1, self._layers[chunk])
-            rows = ReplayRoutes.of(of_chunk, int(self._config.num_moe_experts))
-            self._last_routes = (microbatch, chunk, ChunkRoutes(rows))
+
+            def of_chunk(values: Tensor) -> ReplayRoutes:
+                return ReplayRoutes.of(values.index_select(1, self._layers[chunk]), int(self._config.num_moe_experts))
+
+            rows = of_chunk(microbatch.in_router_order(microbatch.model_columns[ROUTED_EXPERTS], self.cut))
+            shared = microbatch.shared
+            fed = rows if shared is None else of_chunk(in_router_order(shared.model_columns[ROUTED_EXPERTS], self.cut))
+            self._last_routes = (microbatch, chunk, ChunkRoutes(rows, fed))
         return self._last_routes[2]
 
     @property
@@ -345,19 +357,21 @@ def attach_hooks(
     )
 
 
-def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
-    """Return the values of a rank's tokens in its routers' order: all rows of a column, then of the next column."""
-    by_column = values.transpose(0, 1)
-    if cut.size > 1:
-        by_column = by_column.chunk(cut.size)[cut.rank]
-    return by_column.flatten(0, 1)
+def of_copies(seen: RoutedTokens, microbatch: ModelMicrobatch, cut: SequenceCut) -> RoutedTokens:
+    """Return a router's choices for the tokens of all sequences, if sequences share tokens."""
+    if microbatch.shared is None:
+        return seen
+    copies = microbatch.shared.copies_of(cut).source
+    live = seen.live[copies]
+    taken = live if seen.taken is seen.live else seen.taken[copies]
+    return RoutedTokens(live, taken, None if seen.margin is None else seen.margin[copies])
 
 
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
     """Return True for tokens that an engine feeds to its model: all except padding and each sequence's last token."""
     batch = microbatch.batch
     fed = first_tokens(batch.counted_lengths - 1, batch.input_ids.shape[1])
-    return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
+    return microbatch.in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
 def sequences_of_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> SequencesOfTokens:
@@ -366,7 +380,9 @@ def sequences_of_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Sequen
     rows, longest = batch.input_ids.shape
     is_token = first_tokens(batch.counted_lengths, longest)
     rows_of_tokens = torch.arange(rows, device=is_token.device)[:, None].expand(rows, longest)
-    return SequencesOfTokens.of(in_router_order(microbatch.at_tokens(rows_of_tokens, is_token, -1), cut), rows)
+    of_tokens = microbatch.in_router_order(microbatch.at_tokens(rows_of_tokens, is_token, -1), cut)
+    copies = None if microbatch.shared is None else microbatch.shared.copies_of(cut).source
+    return SequencesOfTokens.of(of_tokens, rows, copies)
 
 
 def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"] | None:
@@ -379,7 +395,7 @@ def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tok
         return None
     lags = batch.columns[TOKEN_LAG].of_targets().values
     has_next = first_tokens(batch.counted_lengths - 1, lags.shape[1])
-    return in_router_order(microbatch.at_tokens(lags, has_next, NO_LAG), cut)
+    return microbatch.in_router_order(microbatch.at_tokens(lags, has_next, NO_LAG), cut)
 
 
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
@@ -390,7 +406,10 @@ def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tens
     after_another = microbatch.offsets > 0
     if microbatch.context is not None:
         after_another[:, 1:] &= microbatch.context.held.diff() == 1
-    follows = in_router_order(after_another, cut)
+    follows = microbatch.in_router_order(after_another, cut)
+    if microbatch.shared is not None:
+        positions = microbatch.shared.copies_of(cut).positions
+        follows[1:] &= positions.diff() == 1
     follows[: microbatch.input_ids.shape[0]] = False
     return follows
 

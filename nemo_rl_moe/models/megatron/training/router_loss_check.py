@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments, sum_over_group
 from nemo_rl_moe.models.megatron.model.transformer_config import NAME_OF_BALANCING_TYPE
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, in_router_order, sequences_of_tokens
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut
+from nemo_rl_moe.models.megatron.training.router_hooks import sequences_of_tokens
 from nemo_rl_moe.routing.metrics.router_losses import (
     balancing_sum,
     load_of_sequences,
@@ -36,8 +36,9 @@ class ExpectedGradients(NamedTuple):
     """Gradients of a router's weight, `[experts, hidden]`.
 
     Attributes:
-        uncancelled: Gradient of the balancing losses without the part that changes all scores alike. The true gradient
-            is a difference of such terms. If it is far shorter than these terms, it is only rounding.
+        uncancelled: Scale of the rounding errors in `balancing`: the gradient of the balancing losses as if no score
+            fell when another score rises. In `balancing`, these terms cancel in part. If `balancing` is far
+            shorter than `uncancelled`, it consists of rounding errors.
     """
 
     balancing: Tensor
@@ -99,8 +100,9 @@ class RouterLossCheck:
         z_coefficient = self._config.moe_z_loss_coeff or 0.0
         so_far: Tensor | None = None
         for (inputs, assignments), microbatch in zip(self._seen, microbatches, strict=True):
-            logits = self._logits(inputs, weight, torch.float64)
-            is_token, assignments = self._is_token(microbatch).double(), assignments.double()
+            of_tokens = sequences_of_tokens(microbatch, self._cut)
+            logits = of_tokens.of_tokens(self._logits(inputs, weight, torch.float64))
+            is_token, assignments = self._is_token(microbatch).double(), of_tokens.of_tokens(assignments).double()
             scores = router_scores(logits, self._router.score_function)
             # As if no score fell when another score rises. With even loads these terms cancel except for rounding.
             alone = scores.detach() * logits
@@ -110,7 +112,6 @@ class RouterLossCheck:
                 if not coefficient > 0:
                     continue
                 if kind == "seq_aux_loss":
-                    of_tokens = sequences_of_tokens(microbatch, self._cut)
                     sequence = of_tokens.sequence.where(is_token > 0, -1)
                     rows = sum_over_group(
                         load_of_sequences(assignments, sequence, of_tokens.num_sequences), self._router.tp_cp_group
@@ -136,7 +137,7 @@ class RouterLossCheck:
         padding = microbatch.padding_mask
         if padding is None:
             padding = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
-        return ~in_router_order(padding, self._cut)
+        return ~microbatch.in_router_order(padding, self._cut)
 
     def _totals(self, shard: GlobalBatchShard) -> tuple[float, float]:
         """Return the number of tokens, and the number of sequences with a token, over all data-parallel ranks."""

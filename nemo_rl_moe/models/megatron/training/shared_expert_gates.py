@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 
 METRIC = "shared_expert_gate"
@@ -35,6 +35,7 @@ class SharedExpertGates(StepObserver):
         # For each layer, the sum of gates and the number of tokens.
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=device)
         self._is_real: Tensor | None = None
+        self._copies: Tensor | None = None
         self._is_open = False
         for chunk in chunks:
             for layer in chunk.decoder.layers:
@@ -48,7 +49,9 @@ class SharedExpertGates(StepObserver):
     @contextmanager
     def training_forward(self, forward: TrainingForward) -> Iterator[None]:
         padding = forward.microbatch.padding_mask
-        self._is_real = None if padding is None else in_router_order(~padding, cut_of_rank(self._config))
+        cut, shared = cut_of_rank(self._config), forward.microbatch.shared
+        self._is_real = None if padding is None else forward.microbatch.in_router_order(~padding, cut)
+        self._copies = None if shared is None else shared.copies_of(cut).source
         self._is_open = True
         try:
             yield
@@ -62,6 +65,7 @@ class SharedExpertGates(StepObserver):
         inputs = arguments[0] if arguments else keywords["hidden_states"]
         experts: Any = layer.shared_experts
         gates = F.linear(inputs.flatten(0, -2), experts.gate_weight).sigmoid().double().squeeze(-1)
+        gates = gates if self._copies is None else gates[self._copies]
         is_real = torch.ones_like(gates) if self._is_real is None else self._is_real.to(gates.dtype)
         self._sums[row] += torch.stack([gates @ is_real, is_real.sum()])
 

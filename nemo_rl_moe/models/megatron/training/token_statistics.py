@@ -53,7 +53,10 @@ class TokenStatistics(NamedTuple):
 
 
 class VocabularySums(NamedTuple):
-    """Sums for each token over a rank's columns of the vocabulary, or over all columns."""
+    """Sums over the logits of each token, from which log-softmax and entropy are computed.
+
+    The sums are over a rank's columns of the vocabulary, or over all columns.
+    """
 
     highest: Float[Tensor, "*tokens"]
     exponentials: Float[Tensor, "*tokens"]

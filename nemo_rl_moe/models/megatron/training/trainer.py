@@ -23,7 +23,7 @@ from nemo_rl_moe.models.interfaces import Head, LossFunction, reduction_of
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
-from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
+from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing, release_dispatches
 from nemo_rl_moe.models.megatron.training.host_state import HostState
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.observers import make_observers
@@ -45,7 +45,7 @@ class _Update:
     """Result of one global batch.
 
     Attributes:
-        num_of: Kind of mean -> number of tokens or sequences in the mean.
+        num_of: Kind of mean (over tokens or over sequences) -> number of tokens or sequences in the global batch.
         series: The loss function's metrics of this rank's microbatches.
     """
 
@@ -126,6 +126,7 @@ class MegatronTrainer(MegatronModel):
             updates.append(self._update(shard, loss_function, first_microbatch=num_microbatches))
             num_microbatches += len(shard.microbatches)
         gather_weights(self.ddp_chunks)
+        release_dispatches(self.ddp_chunks)
         observed = [observer.end_step() for observer in self.observers]
         reported = observed if self.reports_moe_metrics else []
         trained = [update for update in updates if update.has_targets]

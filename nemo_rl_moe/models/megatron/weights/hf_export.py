@@ -168,7 +168,7 @@ def _write(
 
 
 def _on_rank_0(function: Callable[[], None]) -> str | None:
-    """Run a function on rank 0, and return its error on one line, because the other ranks wait for it."""
+    """Run a function on rank 0. Return its error on one line instead of raising it, because the other ranks wait."""
     if dist.get_rank() == 0:
         try:
             function()

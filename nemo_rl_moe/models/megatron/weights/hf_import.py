@@ -124,8 +124,8 @@ def load_weights(
     """Fill every parameter, and return lines on ignored and rounded tensors. Every rank calls it.
 
     Reading begins after all ranks know that they can read. If the folder has no tensor for an expert bias or a value
-    head, the bias stays 0 and the value head unchanged. The head of a sequence classifier is read as the value head. If
-    the model predicts values only, it then gets an output layer of zeros.
+    head, the bias stays 0 and the value head unchanged. The head of a sequence classifier is read as the value head. A
+    model that predicts only values and is read from a classifier gets an output layer of zeros.
     """
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)
@@ -186,7 +186,7 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
 def _forms_in(
     folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
 ) -> list[list[SourcePart]]:
-    """Return the parts of a piece for each form of its tensors in the folder, such as a stacked tensor of all experts.
+    """Return a list of parts of a piece for each form, such as a stacked tensor of all experts, that the folder has.
 
     If the folder has none of the known forms, the result has the parts of the first form.
     """

@@ -18,7 +18,7 @@ from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor with a parameter, a router's expert bias or an indexer's weight, or with a slice of it.
+    """A parameter, a router's expert bias or an indexer's weight, or this rank's slice of it.
 
     Attributes:
         name: Canonical name (see `families/rules.py`), with global layer and expert numbers, without wrapper prefixes.
@@ -114,9 +114,9 @@ _INDEXER = ".self_attention.indexer."
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Yield all parameters of this rank's unwrapped model chunks except adapters' factors. Stacked experts come singly.
+    """Yield all parameters of this rank's unwrapped model chunks except adapters' factors. Each expert is one piece.
 
-    After a chunk's parameters come its expert biases and weights of indexers: buffers, because they have no gradient.
+    A chunk's expert biases and weights of indexers follow its parameters. They are buffers, as they have no gradient.
     """
     adapters = adapters_in(chunks)
     factors = {id(parameter) for adapter in adapters for parameter in adapter.parameters()}

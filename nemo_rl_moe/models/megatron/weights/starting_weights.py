@@ -34,8 +34,8 @@ _DECAYS = (0.01, 16.0)
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
     """Initialise every parameter except a vision tower's (see `add_vision`).
 
-    Norms get factors of 1 and biases 0. Decays of gated delta nets follow transformers, and convolutions torch. The
-    other weights are normally distributed with the standard deviation `init_method_std`.
+    Factors of norms are 1, and biases are 0. Decays of gated delta nets are initialised as in transformers, and
+    convolutions as in torch. All other weights are normally distributed with the standard deviation `init_method_std`.
     """
     _initialize(chunks, config, hf_config, seed, lambda name: not name.startswith(VISION_PREFIX))
 

@@ -27,7 +27,7 @@ _NEEDED = {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
 
 def claims(content: Any) -> bool:
-    """Return True for a batch or a list of batches."""
+    """Return True if the content of a file is a batch of AReaL, or a list of batches."""
     batches = content if isinstance(content, list) else [content]
     return bool(batches) and isinstance(batches[0], dict) and batches[0].keys() >= _NEEDED
 
@@ -58,7 +58,7 @@ def _batch(batch: Mapping[str, Any], where: str, number: int) -> Iterator[Captur
 
 
 def _at_first(rewards: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return each sequence's reward at its first token, and 0 at its other tokens."""
+    """Return rewards per token: a sequence's reward at its first token, and 0 at its other tokens."""
     found = np.zeros(real.shape)
     found[np.arange(len(real)), real.argmax(1)] = rewards
     return found

@@ -35,7 +35,7 @@ FRAMEWORKS = (
     "verl",
     "vllm",
 )
-"""Packages whose classes become stand-ins."""
+"""Packages whose classes become stand-ins (`Inert`) when a pickle names them."""
 _STORAGES = {
     "ByteStorage": torch.uint8,
     "CharStorage": torch.int8,
@@ -109,7 +109,7 @@ class _PickledDtype:
 
 
 class _Call:
-    """Wrapper of a function, without attributes that a pickle could change."""
+    """Callable without attributes that a pickle could change. It wraps a function."""
 
     __slots__ = ("__wrapped",)
 
@@ -141,7 +141,7 @@ def _tensor(storage: torch.Tensor, offset: int, size: Iterable[int], stride: Ite
         raise RefusedError(f"it holds a tensor {size} that lies outside of its storage")
     if prod(size) > max(_MOST_REPEATED, 4 * len(storage)):
         raise RefusedError(
-            f"it holds a tensor {size} of a storage of {len(storage)} numbers, which it repeats many times"
+            f"it holds a tensor {size} that repeats the {len(storage)} numbers of its storage many times"
         )
     return torch.as_strided(storage, size, stride, offset)
 
@@ -167,12 +167,12 @@ def _of_type(function: Any, _: Any, args: tuple[Any, ...], *__: Any) -> Any:
 
 
 def _jagged(parts: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the single tensors of a nested tensor, from its concatenated values."""
+    """Return the tensors of a nested tensor as a list, from their concatenated values."""
     values, offsets = parts["values"], parts["offsets"]
     if parts["_ragged_idx"] != 1 or parts["lengths"] is not None:
-        raise RefusedError("it holds a nested tensor that is ragged in another than its first dimension")
+        raise RefusedError("it holds a nested tensor whose parts are not simply concatenated")
     if offsets.nbytes > offsets.untyped_storage().nbytes():  # a stride of 0 repeats one number any number of times
-        raise RefusedError("it holds a nested tensor with more offsets than the file")
+        raise RefusedError("it holds a nested tensor with more offsets than the file contains")
     return [values[first:end] for first, end in pairwise(offsets.tolist())]
 
 
@@ -222,7 +222,11 @@ class _InertUnpickler(pickle.Unpickler):
         self._made: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return this module's function or class for a name. Most names are refused."""
+        """Return this module's function or class for a name in the pickle.
+
+        Raises:
+            RefusedError: No dump of a rollout needs the name.
+        """
         path = f"{module}.{name}"
         if path not in self._made:
             self._made[path] = self._make(path, module, name)
@@ -242,7 +246,7 @@ class _InertUnpickler(pickle.Unpickler):
         raise RefusedError(f"it names {path}, which no dump of a rollout needs")
 
     def persistent_load(self, saved: Any) -> torch.Tensor:
-        """Return a tensor's storage, flat."""
+        """Return a tensor's storage as a flat tensor."""
         if self._storages is None or not isinstance(saved, tuple) or len(saved) < 5 or saved[0] != "storage":
             raise RefusedError("it refers to something outside of the file")
         _, dtype, key = saved[:3]

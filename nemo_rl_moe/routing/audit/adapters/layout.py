@@ -32,7 +32,7 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
     if isinstance(value, PickledArray):
         value = value.values
     if isinstance(value, list | tuple) and _num_numbers(value, {}) > _MOST_SHARED and _shares_parts(value):
-        raise DataError(f"{where}: got lists that share their parts and come to more than {_MOST_SHARED:,} numbers")
+        raise DataError(f"{where}: got lists that repeat the same list, with more than {_MOST_SHARED:,} numbers in all")
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
     try:
@@ -40,12 +40,12 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
     except (ValueError, TypeError):
         found = np.empty(0, dtype=object)
     if found.dtype.kind not in "biuf":
-        raise DataError(f"{where}: got {type(value).__name__} of {found.dtype}, expected rows of equally many numbers")
+        raise DataError(f"{where}: got {type(value).__name__} of {found.dtype}, expected numbers in rows of one length")
     return found
 
 
 def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], depth: int = 0) -> int:
-    """Return the number of values in nested lists. A repeated list counts each time, but is visited once."""
+    """Return the number of values in nested lists. If a list object occurs repeatedly, its values count each time."""
     if not value or not isinstance(value[0], list | tuple) or depth > _MOST_DIMENSIONS:
         return len(value)
     if id(value) not in known:
@@ -109,7 +109,7 @@ def sequence(
     """Return a sequence of a capture.
 
     Args:
-        prompt_length: Number of tokens before the response. If it is None, every column covers the full sequence.
+        prompt_length: Number of tokens before the response. None: every column covers the full sequence.
         columns: Name -> values for the full sequence or for the response. A column that is None is skipped.
 
     Raises:
@@ -117,7 +117,7 @@ def sequence(
     """
     if not 0 < length <= _MOST_TOKENS or not 0 <= (prompt_length or 0) <= length:
         raise DataError(
-            f"{where}: got {prompt_length} tokens of a prompt and {length} in all, expected 1 to {_MOST_TOKENS}"
+            f"{where}: got {prompt_length} prompt tokens and {length} in all, expected 1 to {_MOST_TOKENS} in all"
         )
     found: dict[str, np.ndarray] = {}
     for column, value in columns.items():
@@ -148,7 +148,7 @@ def sequence(
 
 
 def _positions(value: Any, length: int, where: str) -> Int[np.ndarray, "tokens layers k"]:
-    """Return the positions that an indexer chose for each token, filled with -1 for tokens without a row."""
+    """Return the positions that a sparse attention's indexer chose for each token. Tokens without a row have -1."""
     rows = array(value, where)
     if rows.ndim != 3 or rows.dtype.kind == "f" or not length - 1 <= len(rows) <= length:
         raise DataError(f"{where}: got {rows.dtype} {list(rows.shape)}, expected integers [{length - 1}, layers, k]")
@@ -170,7 +170,7 @@ def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
     found: np.ndarray = array(mask, where).astype(bool)
     starts = found & ~np.pad(found, ((0, 0), (1, 0)))[:, :-1] if found.ndim == 2 else found
     if found.ndim != 2 or (starts.sum(1) != 1).any():
-        raise DataError(f"{where}: got {list(found.shape)}, expected [sequences, tokens] with one block of 1 per row")
+        raise DataError(f"{where}: got {list(found.shape)}, expected [sequences, tokens], one run of ones per row")
     return found
 
 
@@ -203,7 +203,7 @@ def padded_sequences(
     """Yield the sequences of a batch without its padding.
 
     Args:
-        rewards: Reward of each token. NaN means unknown and does not count.
+        rewards: Reward of each token, to be added up per sequence. NaN means unknown and is skipped.
         prompts: Name of each sequence's prompt.
     """
     for number, mask in enumerate(real):

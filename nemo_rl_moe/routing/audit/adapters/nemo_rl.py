@@ -54,7 +54,8 @@ def _batch(batch: Mapping[str, Any], where: str, first: int) -> Iterator[Capture
     lengths = _one_of(batch, ("input_lengths",), where).reshape(-1)
     if tokens.ndim != 2 or len(lengths) != len(tokens) or (lengths > tokens.shape[1]).any():
         raise DataError(
-            f"{where}: input_lengths: got {lengths.tolist()[:8]}, expected lengths of {list(tokens.shape)} ids"
+            f"{where}: input_lengths: got {lengths.tolist()[:8]}, expected one length per row of token ids"
+            f" {list(tokens.shape)}"
         )
     shape = (tokens.shape[0], tokens.shape[1])
     mask = _one_of(batch, ("token_mask", "token_loss_mask"), where) != 0

@@ -23,7 +23,7 @@ _ROUTE_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
 def claims(content: Any) -> bool:
-    """Return True for a list of micro batches."""
+    """Return True if the content of a file is a list of prime-rl's micro batches."""
     if not isinstance(content, list) or not content or not isinstance(content[0], list):
         return False
     first = content[0][: len(_FIELDS)]
@@ -63,7 +63,9 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _routes(batch: list[Any], length: int, place: str) -> np.ndarray | None:
-    """Return the routes of a micro batch: the field `[content, shape, type]`. Its index differs between releases."""
+    """Return the routes of a micro batch. They are a field `[content, shape, type]`, at an index that depends on the
+    release.
+    """
     for field in batch[len(_FIELDS) :]:
         if isinstance(field, list) and len(field) == 3 and isinstance(field[0], bytes):
             content, shape, kind = field

@@ -22,7 +22,7 @@ _Read = Callable[[Any, str, RouterShape | None], Iterator[CapturedSequence]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """Reader of one format. `read` raises a DataError if a field is missing or does not fit the others."""
+    """Reader of one file format. `read` raises a DataError if a field is missing or does not fit the others."""
 
     made_by: str
     claims: Callable[[Any], bool]
@@ -44,7 +44,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 class JsonLines(list[Any]):
-    """Values of a file's lines.
+    """Values of a JSON lines file, one per line.
 
     Attributes:
         unread: Numbers of the lines that are not JSON, such as an unfinished last one.
@@ -58,7 +58,7 @@ def load(path: Path) -> Any:
     miles' Parquet.
 
     Raises:
-        DataError: The file has none of these formats, is damaged, or names code.
+        DataError: The file has none of these formats, is damaged, or is a pickle that names other code.
     """
     if path.exists() and not path.is_file():  # a pipe can be read only once, and may never get a writer
         raise DataError(f"{path}: cannot be read: expected a regular file, got a pipe or a device")
@@ -116,7 +116,8 @@ _LEFT_OUT = ("eval_", "val_", ".")
 
 
 def files_by_step(path: Path) -> dict[int, list[Path]]:
-    """Return step -> files below a folder (or the one file), in the order of the steps, without files of evaluations.
+    """Return step -> its files in a folder and its subfolders, in the order of the steps, without files of evaluations.
+    For a file, return this file.
 
     The step is the number after "step", or the first number, in the file's name, otherwise in its folder's name,
     otherwise 0.

@@ -40,7 +40,8 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
         raise DataError(f"{where}: router_logits: lacks the number of experts per token; add --model DIR (config.json)")
     if not model.plain_topk:
         raise DataError(
-            f"{where}: router_logits: routers of {model.family} may choose by more than their largest logits"
+            f"{where}: router_logits: do not suffice, since routers of {model.family} need not choose the experts with"
+            " the largest logits"
         )
     tokens = array(content["input_ids"], f"{where}: input_ids")
     real = real_tokens(content.get("attention_mask", np.ones_like(tokens)), f"{where}: attention_mask")

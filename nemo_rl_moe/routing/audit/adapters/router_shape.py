@@ -16,13 +16,13 @@ _PLAIN = (
     *("flex_olmo", "gpt_oss", "granitemoe", "jamba", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
     *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
-"""Families of transformers whose routers take the largest logits. Others add a bias that the logits lack, choose by
-groups of experts, or have not been examined."""
+"""Model families of transformers whose routers take the experts with the largest logits. Others add a bias after the
+logits, choose by groups of experts, or have not been examined."""
 
 
 @dataclass(frozen=True)
 class RouterShape:
-    """Experts of a model.
+    """Numbers of layers and experts of a model.
 
     Attributes:
         num_layers: Number of all layers of the model, including dense ones.

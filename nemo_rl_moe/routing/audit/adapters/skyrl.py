@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 def _state(content: Any) -> Any:
-    """Return the state of a pickled batch, or None. Newer releases rebuild the batch by a function of its state."""
+    """Return the state of a pickled batch, or None. Newer releases pickle the state as an argument of a function."""
     if not isinstance(content, Inert) or not content.path.startswith(("skyrl.", "skyrl_train.")):
         return None
     state = content.args[1] if content.state is None and len(content.args) > 1 else content.state
@@ -36,7 +36,7 @@ def _state(content: Any) -> Any:
 
 
 def claims(content: Any) -> bool:
-    """Return True for a batch, or its tensors as a dictionary."""
+    """Return True if the content of a file is a batch of SkyRL, or a dictionary of its tensors."""
     return _state(content) is not None or (
         isinstance(content, dict) and {"sequences", "attention_mask"} <= content.keys()
     )

@@ -53,7 +53,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _version(versions: Any, response: int) -> list[int] | None:
-    """Return the version of each token of a response, if one version sampled all."""
+    """Return the weight version of each token of a response. None if several versions sampled it."""
     try:
         found = {int(version) for version in versions or ()}
     except (TypeError, ValueError):

@@ -70,14 +70,14 @@ def _batch_of_proto(content: Inert, where: str) -> tuple[Mapping[str, Any], Any]
 
 
 def _of_storage(made: Inert) -> dict[str, torch.Tensor]:
-    """Return the tensors of a consolidated `TensorDict`: they share one storage, each padded to 8 bytes."""
+    """Return the tensors of a consolidated `TensorDict`, which share one storage and are padded to 8 bytes each."""
     description, storage = made.args[:2]
     leaves = description["leaves"].items()
     return {name: _tensor(storage[first:last], dtype, shape) for name, (dtype, shape, first, last, *_) in leaves}
 
 
 def _of_arrays(packed: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a batch of `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`, which has their bytes as arrays."""
+    """Return the tensors of a batch of `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`, which stores bytes as arrays."""
     _, _, encoded = packed
     found = {}
     for name, (dtype, shape_or_pieces, *content) in encoded.items():
@@ -87,7 +87,7 @@ def _of_arrays(packed: tuple[Any, ...]) -> dict[str, torch.Tensor]:
 
 
 def _tensor(content: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return the tensor at the beginning of some bytes, without the padding after it."""
+    """Return the tensor of this type and shape at the beginning of some bytes, without the padding after it."""
     kind = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"got {dtype!r}, expected a type of numbers")

@@ -27,7 +27,7 @@ COLUMNS = {
     "training_logprobs": "old_log_probs",
     "advantages": "advantages",
 }
-"""Columns of a capture, and their names in verl with both trainers."""
+"""Column of a capture -> its field name in verl, the same with and without a TransferQueue."""
 
 
 def claims_queue(content: Any) -> bool:
@@ -65,13 +65,13 @@ def _fields(made: Any, where: str) -> Mapping[str, Any]:
 
 
 def _of_each(values: Any, count: int) -> Sequence[torch.Tensor] | None:
-    """Return a field's tensors, one per sequence, or None if the field has another length."""
+    """Return a field's tensors, one per sequence, or None if the field does not have `count` of them."""
     if isinstance(values, torch.Tensor | list) and len(values) == count:
         return list(values)
     return None
 
 
 def _version(tag: Any, response: int) -> list[int] | None:
-    """Return the version of each token of a response, if one version of the weights sampled all."""
+    """Return the weight version of each token of a response. None if several versions sampled it."""
     first, last = (tag.get("min_global_steps"), tag.get("max_global_steps")) if isinstance(tag, dict) else (None, None)
     return [first] * response if isinstance(first, int) and first == last else None

@@ -49,7 +49,7 @@ def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: st
     if routes is not None and response.get("prompt_routed_experts") is not None:
         of_prompt = _routes(response["prompt_routed_experts"], f"{place}: prompt_routed_experts")
         if of_prompt is None or of_prompt.shape[1:] != routes.shape[1:]:
-            raise DataError(f"{place}: prompt_routed_experts: expected the layers and experts of routed_experts")
+            raise DataError(f"{place}: prompt_routed_experts: expected as many layers and experts as in routed_experts")
         if len(of_prompt) != len(prompt):
             raise DataError(f"{place}: prompt_routed_experts: got {len(of_prompt)} rows, expected {len(prompt)}")
         routes = np.concatenate([of_prompt, routes])

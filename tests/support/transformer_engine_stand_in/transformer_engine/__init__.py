@@ -8,7 +8,8 @@ names under which modules keep their weights, and the marks of tensor parallelis
 layer's weight, also on one that each rank holds whole.
 """
 
-from transformer_engine import common, pytorch
+from transformer_engine import pytorch
+from transformer_engine.common import recipe
 
 __version__ = "2.14.0"
-__all__ = ["common", "pytorch"]
+__all__ = ["pytorch", "recipe"]

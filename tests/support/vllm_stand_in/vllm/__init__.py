@@ -7,9 +7,10 @@
 - `wake_up` with a tag that does not sleep does nothing. The scheduler goes on when no tag sleeps any more.
 - `step` of a paused scheduler returns an empty list at once, and the requests stay unfinished.
 
-The model is that of model.py. Of the one that is a number, with prefix caching a token is the number that the weights
-had when they first saw the prompt, until the cache is reset, which fails while requests are unfinished. What happens is
-appended to the file that the environment variable `VLLM_STAND_IN_LOG` names, a line each.
+The model is a number, or one of transformers where its folder has a `config.json`. Of the number, with prefix caching
+a token is that which the weights had when they first saw the prompt, until the cache is reset, which fails while
+requests are unfinished. What happens is appended to the file that the environment variable `VLLM_STAND_IN_LOG` names,
+a line each.
 """
 
 import os
@@ -17,36 +18,91 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from vllm.model import Answer, NumberModel, TransformersModel, model_of
-from vllm.sampling_params import SamplingParams as SamplingParams
+from nemo_rl_moe.generation.interface import SamplingParameters
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
+
+
+class Answer(NamedTuple):
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    is_truncated: bool
+    prompt_logprobs: Sequence[float] | None = None
+
+
+class NumberModel:
+    """Weights that are one number, that of the first tensor that was loaded; each token is that number."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        first, *_ = [tensor for _, tensor in tensors]  # all of them are taken
+        self.number = int(first.flatten()[0])
+
+    def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+        return Answer([self.number] * sampling.max_tokens, [0.0] * sampling.max_tokens, is_truncated=True)
+
+
+class TransformersModel:
+    """A tiny model that samples and scores as vLLM does; its number is that of the loads so far.
+
+    Args:
+        folder: Holds the `config.json`.
+        seed: Of the one generator that all requests draw from.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        from tests.support.transformers_engine import TransformersWorker
+
+        self._worker = TransformersWorker(folder)
+        self._seeds = torch.Generator().manual_seed(seed)
+        self.prompt_temperature = 1.0
+        self.number = 0
+
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        self._worker._load(iter(tensors))
+        self.number += 1
+
+    def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+        if sampling.prompt_logprobs is not None:
+            (scores,) = self._worker.score([prompt], self.prompt_temperature)
+            return Answer([0], [0.0], is_truncated=True, prompt_logprobs=[float(score) for score in scores])
+        wanted = SamplingParameters(
+            sampling.max_tokens, temperature=sampling.temperature, stop_token_ids=tuple(sampling.stop_token_ids)
+        )
+        seed = int(torch.randint(2**60, (), generator=self._seeds))
+        (found,) = self._worker.generate(torch.tensor([prompt]), [seed], wanted, version=0)
+        return Answer(found.token_ids.tolist(), found.logprobs.tolist(), found.is_truncated)
+
+
+def model_of(folder: str, seed: int) -> NumberModel | TransformersModel:
+    has_config = (Path(folder) / "config.json").is_file()
+    return TransformersModel(Path(folder), seed) if has_config else NumberModel()
+
 
 TAGS = ("weights", "kv_cache")
 NO_MEMORY = "CUDA error: an illegal memory access was encountered"
 
 
 def log(line: str) -> None:
-    """Append a line to the file of events, where there is one."""
     if path := os.environ.get("VLLM_STAND_IN_LOG"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
 
 class EngineArgs:
-    """Any arguments."""
-
     def __init__(self, **arguments: Any):
         self.arguments = arguments
 
 
 @dataclass
 class SchedulerOutput:
-    """Tokens of one step."""
-
     total_num_scheduled_tokens: int
 
 
@@ -68,7 +124,6 @@ class Runner:
         self._model = nn.Module()
 
     def get_model(self) -> nn.Module:
-        """Return a model without modules."""
         return self._model
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Any]]) -> None:
@@ -95,7 +150,6 @@ class Executor:
         self.is_sleeping = False
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call a function of the worker."""
         return [method(self.worker, *args)]
 
     def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> None:
@@ -153,21 +207,17 @@ class LLMEngine:
     def from_engine_args(
         cls, engine_args: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
     ) -> "LLMEngine":
-        """Return an engine without weights, awake."""
         return cls(engine_args.arguments, usage_context)
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call all workers, as the executor does."""
         return self.model_executor.collective_rpc(method, args)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
-        """Queue a request, also of a paused scheduler."""
         self._unfinished[request_id] = (0, params)
         self.seeds.append(params.seed)
         self._prompts[request_id] = tuple(prompt["prompt_token_ids"])
 
     def has_unfinished_requests(self) -> bool:
-        """Return True while some are not answered."""
         return bool(self._unfinished)
 
     def step(self) -> list[Any]:
@@ -229,8 +279,6 @@ class LLMEngine:
 
 
 def output_of(request_id: str, prompt: Sequence[int], answer: Answer, num_cached: int) -> Any:
-    """Return a finished request."""
-
     def rows(tokens: Sequence[int], logprobs: Sequence[float]) -> list[dict[int, Any]]:
         return [{token: SimpleNamespace(logprob=value)} for token, value in zip(tokens, logprobs, strict=True)]
 

@@ -8,14 +8,10 @@ from typing import Any
 
 
 class RequestOutputKind(Enum):
-    """Outputs that are asked for."""
-
     FINAL_ONLY = 2
 
 
 class SamplingParams:
-    """Any parameters."""
-
     def __init__(
         self,
         *,

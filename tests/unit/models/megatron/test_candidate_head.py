@@ -23,7 +23,7 @@ from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import Head, missing_heads
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, chunked_top_candidates
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
@@ -34,7 +34,6 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
-from tests.support.with_transformer_engine import run_ranks_with_engine
 from tests.unit.models.megatron.test_chunked_head import (
     CHUNK,
     COLUMNS,

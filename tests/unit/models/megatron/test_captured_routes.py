@@ -11,9 +11,9 @@ import torch
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.models.megatron.training import captured_routes
-from tests.support.generation_run import SAMPLING, build_trainer, prompts, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_grpo_policy
+from tests.support.training_run import SAMPLING, build_trainer, prompts, request_of
 
 ALL = tuple(range(6))
 ENDS = dataclasses.replace(SAMPLING, max_new_tokens=24, temperature=1.0, stop_token_ids=tuple(range(6)))

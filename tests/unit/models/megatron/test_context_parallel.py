@@ -25,10 +25,10 @@ from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.context_run import assert_as_one_rank, exported, one_rank, shared_run
 from tests.support.family_models import FAMILY_MODELS
+from tests.support.gloo_ranks import run_ranks_with_engine
 from tests.support.quick_list import examples
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, full_weights, train_run
-from tests.support.with_transformer_engine import run_ranks_with_engine
 from tests.unit.models.megatron.test_memory_estimate import held_by_rank, run_of
 
 CPU = torch.device("cpu")

@@ -28,9 +28,16 @@ from nemo_rl_moe.models.megatron.model.releases import (
 )
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from tests.support.gloo_ranks import RankError, run_ranks
-from tests.support.recorded_losses import record_auxiliary_loss
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
-from tests.support.training_run import RankRun, RunSettings, build_trainer, difference, shard_of_step, train_run
+from tests.support.training_run import (
+    RankRun,
+    RunSettings,
+    build_trainer,
+    difference,
+    record_auxiliary_loss,
+    shard_of_step,
+    train_run,
+)
 
 _ROOM = "nemo_rl_moe.models.megatron."
 _OLD = MEGATRON_VERSION == "0.16.1"
@@ -214,7 +221,7 @@ def widened(shard: GlobalBatchShard, columns: int) -> GlobalBatchShard:
 
 def train_with_more_padding(settings: RunSettings, columns: int) -> tuple[float, dict[str, float]]:
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         shard = shard_of_step(trainer, settings, 0)
         result = trainer.train([widened(shard, columns)], sft_loss)
         losses = {name: value for name, value in result.moe_metrics.items() if name.startswith(("load_bal", "z_loss"))}
@@ -299,7 +306,7 @@ def test_weight_decay_acts_on_matrices_only() -> None:
 def losses_reported(policy: PolicyConfig) -> tuple[float, float]:
     with parallel_job(policy):
         settings = RunSettings(policy)
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         shard = shard_of_step(trainer, settings, 0)
         evaluated = trainer.evaluate(shard, sft_loss)["loss"].reduce()
         return evaluated, trainer.train([shard], sft_loss).global_loss
@@ -342,7 +349,7 @@ def train_repeated(policy: PolicyConfig, repetitions: int, scaled: bool) -> floa
     with parallel_job(policy), ExitStack() as stack:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        trainer = build_trainer(RunSettings(policy))
+        trainer = build_trainer(policy)
         if not scaled:
             stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale"))
         pair = tiny_batch(100).select([0, 1])
@@ -363,7 +370,7 @@ def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> No
 def train_in_microbatches_of(size: int, policy: PolicyConfig) -> float:
     """Gradient norm of one sequence four times, in microbatches of `size`."""
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy))
+        trainer = build_trainer(policy)
         batch = tiny_batch(100).select([0] * 4)
         microbatches = [list(range(first, first + size)) for first in range(0, 4, size)]
         return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm

@@ -16,7 +16,7 @@ import torch
 
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.cpu.cpu_backend import SourceEdit
-from tests.support.with_transformer_engine import STAND_IN
+from tests.support.gloo_ranks import STAND_IN
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 

@@ -17,7 +17,7 @@ from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import active_parameters, whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.published_deepseek import DEEPSEEK_CONFIGS, FP8
+from tests.support.published_configs import DEEPSEEK_CONFIGS, FP8
 from tests.support.tiny_model import layout, tiny_policy
 
 

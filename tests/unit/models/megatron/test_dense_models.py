@@ -11,11 +11,9 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
-from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import write_reference
+from tests.support.family_reference import trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_dense_model import tiny_dense_hf_config
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_dense_hf_config, tiny_policy
 
 
 def train(folder: str, policy: PolicyConfig) -> tuple[list[float], list[float]]:

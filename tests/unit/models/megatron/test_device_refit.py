@@ -25,11 +25,10 @@ from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 from nemo_rl_moe.weight_sync.transport_backends import CollectiveTransport, FileTransport, IpcTransport
-from tests.support.generation_run import build_trainer
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy, tiny_policy
-from tests.support.with_transformer_engine import run_ranks_with_engine
+from tests.support.training_run import build_trainer
 
 
 def both_ways(policy: PolicyConfig) -> tuple[dict[str, str], dict[str, str]]:

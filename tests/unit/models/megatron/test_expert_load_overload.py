@@ -18,8 +18,7 @@ from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.metrics.overload_factor import what_if_metrics
 from tests.support.gloo_ranks import run_ranks
-from tests.support.observed import observer_of
-from tests.support.overload import predict_overload
+from tests.support.made_runs import predict_overload
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
@@ -29,6 +28,7 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
+from tests.support.training_run import observer_of
 
 EXPERTS, TOPK = 8, 2
 # One microbatch with no token at all to train on is as good as any other for the routers.

@@ -13,17 +13,17 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import FAMILIES
 from nemo_rl_moe.models.families.rules import ModelFamily, Rule, RuleTable
-from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS, FamilyModel
-from tests.support.family_outputs import outputs_of_trainer, trainer_of
-from tests.support.family_parity import ParityJobs
+from tests.support.family_parity import LAYOUTS, ParityJobs
 from tests.support.family_reference import (
     ModelOutputs,
     assert_same_experts,
     assert_same_tensors,
     logit_difference,
+    outputs_of_trainer,
     reference_outputs,
     tensors_in,
+    trainer_of,
     write_reference,
 )
 from tests.support.gloo_ranks import run_ranks

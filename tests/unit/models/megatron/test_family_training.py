@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from tests.support.family_layouts import LAYOUTS, Layout
 from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_parity import LAYOUTS, Layout
 from tests.support.family_training import (
     NUM_STEPS,
     SETTINGS,

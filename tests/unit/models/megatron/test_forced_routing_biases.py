@@ -18,9 +18,8 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.observed import observer_of
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
-from tests.support.training_run import RunSettings, difference, train_run
+from tests.support.training_run import RunSettings, difference, observer_of, train_run
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 # So large that the random logits beside it, averaged over the tokens, are nothing.

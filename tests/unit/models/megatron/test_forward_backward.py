@@ -90,7 +90,7 @@ def test_tracking_changes_no_bit(world_size: int, sizes: dict[str, int]) -> None
 
 def evaluate_between_steps(settings: RunSettings) -> dict[str, Any]:
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         shard = shard_of_step(trainer, settings, 0)
         first = trainer.train([shard], sft_loss)
         before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
@@ -139,7 +139,7 @@ def test_evaluation_agrees_over_layouts() -> None:
 
 def two_steps_in_one_call(policy: PolicyConfig, together: bool) -> tuple[list[float], list[float], int]:
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy))
+        trainer = build_trainer(policy)
         shards = [shard_of_step(trainer, RunSettings(policy), step) for step in range(2)]
         calls = [shards] if together else [[shard] for shard in shards]
         results = [trainer.train(call, sft_loss) for call in calls]
@@ -162,7 +162,7 @@ def test_several_optimizer_steps_in_one_call_are_averaged() -> None:
 
 def frozen_and_trained(settings: RunSettings) -> list[str]:
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         parameters = dict(trainer.chunks[0].named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)

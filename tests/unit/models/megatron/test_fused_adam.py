@@ -24,7 +24,7 @@ def optimizers_of(trainer: Any) -> list[torch.optim.AdamW]:
 def train_with(settings: RunSettings, fused: bool) -> tuple[list[bool], list[Tensor]]:
     """Return whether each group is fused as built, and the weights after three steps with `fused`."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         groups = [group for optimizer in optimizers_of(trainer) for group in optimizer.param_groups]
         as_built = [group["fused"] is True for group in groups]
         for group in groups:
@@ -39,7 +39,11 @@ def train_both(settings: RunSettings) -> tuple[list[bool], float, float]:
     as_built, fused = train_with(settings, True)
     _, unfused = train_with(settings, False)
     with parallel_job(settings.policy):
-        started = [weight.detach() for chunk in build_trainer(settings).chunks for weight in chunk.parameters()]
+        started = [
+            weight.detach()
+            for chunk in build_trainer(settings.policy, settings.model).chunks
+            for weight in chunk.parameters()
+        ]
         return as_built, _largest_difference(fused, unfused), _largest_difference(started, fused)
 
 

@@ -28,8 +28,7 @@ from nemo_rl_moe.models.megatron.cpu.functions import ZeroCenteredRMSNorm
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, write_reference
+from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, sharing_sequences, tiny_batch, tiny_policy
 
@@ -120,7 +119,7 @@ PROMPTS = tuple(
 
 def generated_and_full(name: str, policy: PolicyConfig) -> tuple[bool, float, list[int]]:
     """Return whether the cached forward generates, the largest difference of a log-probability, and lengths."""
-    from tests.support.generation_run import build_trainer
+    from tests.support.training_run import build_trainer
 
     with parallel_job(policy):
         trainer = build_trainer(policy, name)

@@ -16,7 +16,9 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
-from tests.support.generation_run import (
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.training_run import (
     PROMPT_LENGTHS,
     SAMPLING,
     build_trainer,
@@ -25,8 +27,6 @@ from tests.support.generation_run import (
     prompts,
     request_of,
 )
-from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
 
 LAYER_SPECS = ["local", "auto"]
 ALL = tuple(range(len(PROMPT_LENGTHS)))

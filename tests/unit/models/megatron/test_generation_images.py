@@ -18,9 +18,9 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch,
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from tests.support.generation_run import build_trainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
+from tests.support.training_run import build_trainer
 from tests.support.vision_models import (
     IMAGE,
     MODELS,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.generation_run import PROMPT_LENGTHS, GenerationRun, Response, generate_run
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import PROMPT_LENGTHS, GenerationRun, Response, generate_run
 
 # Largest seen: 2e-6.
 TOLERANCE = 1e-5

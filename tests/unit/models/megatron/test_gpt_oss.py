@@ -146,7 +146,7 @@ def test_a_checkpoint_goes_on_in_another_layout(writer: Any, reader: Any, tmp_pa
 
 def attention_windows(policy: Any) -> dict[int, int | None]:
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy, model=MODEL))
+        trainer = build_trainer(policy, MODEL)
         layers = [layer for chunk in trainer.chunks for layer in chunk.decoder.layers]
         cores = {layer.layer_number: layer.self_attention.core_attention for layer in layers}
         assert all(isinstance(core, SinkAttention) for core in cores.values())

@@ -33,7 +33,7 @@ class Step:
 
 def train_and_count(settings: RunSettings) -> list[Step]:
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         groups = [
             group
             for chunk in trainer.ddp_chunks

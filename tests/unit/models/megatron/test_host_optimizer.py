@@ -30,7 +30,7 @@ def shares_on_the_host(job: RunSettings) -> list[float]:
     """Share of each part's parameters that lie on the host; each parameter has one inner optimizer."""
     with parallel_job(job.policy):
         shares = []
-        for part in optimizer_parts(build_trainer(job).optimizer):
+        for part in optimizer_parts(build_trainer(job.policy, job.model).optimizer):
             mine = sum(p.numel() for group in part.optimizer.param_groups for p in group["params"])
             inner = [p for one in inner_optimizers(part) for group in one.param_groups for p in group["params"]]
             assert sum(p.numel() for p in inner) == mine

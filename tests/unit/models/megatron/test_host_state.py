@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import device_optimizers, optimizer_parts
 from nemo_rl_moe.models.megatron.model import host_memory
-from tests.support.fused_adam import fused_adam
 from tests.support.gloo_ranks import run_ranks
+from tests.support.gpu_stand_ins import fused_adam
 from tests.support.tiny_model import parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 
@@ -66,7 +66,7 @@ def moments_and_masters(trainer: Any) -> Iterator[torch.Tensor]:
 def round_trip(job: RunSettings, *, travels: bool, folder: str = "") -> tuple[list[tuple[float, float]], list[Any]]:
     """Three steps, with the state away behind each where it travels; a checkpoint is saved while it is."""
     with parallel_job(job.policy), fused_adam() if _is_fused(job) else nullcontext():
-        trainer = build_trainer(job)
+        trainer = build_trainer(job.policy, job.model)
         steps = [train(trainer, job, 0)]
         for step in (1, 2):
             scores = trainer.logprobs(shard_of_step(trainer, job, step).microbatches)
@@ -117,7 +117,7 @@ def stay(job: RunSettings) -> tuple[list[tuple[float, float]], list[Any]]:
 def resume(job: RunSettings, folder: str) -> list[tuple[float, float]]:
     """Two steps from the checkpoint that was saved while the state was away."""
     with parallel_job(job.policy), fused_adam() if _is_fused(job) else nullcontext():
-        trainer = build_trainer(job)
+        trainer = build_trainer(job.policy, job.model)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         return [train(trainer, job, step) for step in (1, 2)]
 

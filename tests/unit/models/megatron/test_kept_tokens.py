@@ -15,15 +15,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS, NONE_KEPT, check_kept_tokens, kept_tokens_column
-from tests.support.generation_run import (
-    PROMPT_LENGTHS,
-    SAMPLING,
-    build_trainer,
-    generator_of,
-    prompts,
-    request_of,
-)
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
@@ -32,7 +24,14 @@ from tests.support.tiny_model import (
     sharing_sequences,
     tiny_policy,
 )
-from tests.support.with_transformer_engine import run_ranks_with_engine
+from tests.support.training_run import (
+    PROMPT_LENGTHS,
+    SAMPLING,
+    build_trainer,
+    generator_of,
+    prompts,
+    request_of,
+)
 from tests.unit.models.megatron.test_chunked_head import (
     COLUMNS,
     ROWS,
@@ -231,5 +230,5 @@ def test_a_trained_token_without_kept_tokens_is_an_error(sequences: list[Generat
     assert column is not None
     lost = replace(batch.select(range(len(sequences))), stored={KEPT_TOKENS: column}).fetched(list)
     count, total = len(sequences[0].token_ids), sum(len(each.token_ids) for each in sequences)
-    with pytest.raises(RuntimeError, match=rf"sampling_mask: replay: {count} of {total} trained tokens have no kept"):
+    with pytest.raises(RuntimeError, match=rf"sampling_mask: replay: {count} of {total} trained tokens have no "):
         check_kept_tokens(lost)

@@ -22,8 +22,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules, wrap_data_parallel
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import tensors_in
+from tests.support.family_reference import tensors_in, trainer_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import (
@@ -117,7 +116,7 @@ def test_ways_to_compute_make_no_difference(model: str, changes: dict[str, Any])
 def norms_and_biases(settings: RunSettings) -> tuple[list[float], dict[str, Any]]:
     """Epsilons of the latents' norms, and the routers' bias after training."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         modules = [module for chunk in trainer.chunks for module in chunk.named_modules()]
         eps = [module.eps for name, module in modules if name.endswith(("q_layernorm", "kv_layernorm"))]

@@ -25,8 +25,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import rank_parameters, w
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.optimizer import build_optimizer, half_precision_modules, wrap_data_parallel
 from tests.support.gloo_ranks import run_ranks
-from tests.support.published_configs import PUBLISHED_CONFIGS
-from tests.support.published_deepseek import DEEPSEEK_CONFIGS
+from tests.support.published_configs import DEEPSEEK_CONFIGS, PUBLISHED_CONFIGS
 from tests.support.tiny_model import layout
 
 PUBLISHED = {**PUBLISHED_CONFIGS, **DEEPSEEK_CONFIGS}

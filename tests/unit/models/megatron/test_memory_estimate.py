@@ -27,8 +27,15 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
-from tests.support.tiny_dense_model import tiny_dense_hf_config
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.tiny_model import (
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_dense_hf_config,
+    tiny_hf_config,
+    tiny_policy,
+)
 
 MODEL_CONFIGS = "examples/assets/model_configs"
 EXEMPLARS_FOLDER = Path("examples/configs")

@@ -22,9 +22,9 @@ from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.layers.gated_delta_net import GatedDeltaNet
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.generation_run import build_trainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_policy
+from tests.support.training_run import build_trainer
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of
 
 MODEL = "qwen3_next"

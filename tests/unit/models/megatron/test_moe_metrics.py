@@ -21,8 +21,8 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 from nemo_rl_moe.models.megatron.moe_metrics import MAX_TRACKED_LAYERS, get_moe_metrics
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from tests.support.gloo_ranks import RankError, run_ranks
-from tests.support.recorded_losses import record_auxiliary_loss
 from tests.support.tiny_model import layout, parallel_job, tiny_hf_config, tiny_policy
+from tests.support.training_run import record_auxiliary_loss
 
 # Rank to (name, global 0-based layer, one value for each microbatch).
 Records = Sequence[Sequence[tuple[str, int, Sequence[float]]]]

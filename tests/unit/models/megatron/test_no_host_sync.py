@@ -114,7 +114,7 @@ def stop_before_report(trainer: MegatronTrainer, waits: Waits) -> None:
 def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]]:
     """Counts on this rank from the start of the second step to its MoE report, and in all of it."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         shard = shard_of_step(trainer, settings, 1)
         waits = Waits()
@@ -127,7 +127,7 @@ def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]
 def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
     """Counts on this rank of a step whose sequences have advantages, from its start to its MoE report."""
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy))
+        trainer = build_trainer(policy)
         waits = Waits()
         stop_before_report(trainer, waits)
         batch = tiny_batch(1).with_columns(advantages=per_sequence(torch.arange(8.0)))

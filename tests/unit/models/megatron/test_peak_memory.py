@@ -1,12 +1,18 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Peaks of a GPU's memory, with an allocator of given values in the place of CUDA's."""
+"""Memory of a training step: its peak, from given values in place of CUDA's allocator, and the tensors that stay."""
+
+import gc
 
 import pytest
 import torch
 
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.megatron.training.trainer import peak_memory_metrics
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, tiny_policy
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 
 GPU = torch.device("cuda", 1)
 
@@ -52,3 +58,20 @@ def test_the_fullest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpus_have_none() -> None:
     assert peak_memory_metrics(torch.device("cpu")) == {}
+
+
+def graphs_after_a_step(settings: RunSettings) -> list[torch.Size]:
+    """Run on every rank: return the shapes of the tensors that keep a graph alive after a training step."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings.policy, settings.model)
+        trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
+        gc.collect()
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        return [found.shape for found in tensors if found.grad_fn is not None]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nothing_of_the_last_microbatch_stays_after_a_step(num_ranks: int) -> None:
+    recompute = {"activation_checkpointing": "moe"}
+    settings = RunSettings(tiny_policy(num_ranks, **layout(ep=num_ranks), **recompute))
+    assert run_ranks(graphs_after_a_step, num_ranks, settings) == [[]] * num_ranks

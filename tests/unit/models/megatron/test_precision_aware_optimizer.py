@@ -13,8 +13,8 @@ from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import inner_optimi
 from nemo_rl_moe.models.megatron.training import optimizer as optimizer_module
 from nemo_rl_moe.models.megatron.training.optimizer import step_in_chunks
 from tests.support.checkpoint_run import Steps, load_and_train, train_and_save
-from tests.support.fused_adam import FusedAdam, fused_adam
 from tests.support.gloo_ranks import run_ranks
+from tests.support.gpu_stand_ins import FusedAdam, fused_adam
 from tests.support.tiny_model import parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 
@@ -51,7 +51,7 @@ def train_and_save_fused(job: RunSettings, folder: str) -> tuple[Steps, int]:
 def load_into_a_fresh_one(job: RunSettings, folder: str) -> tuple[Steps, set[str], set[str]]:
     """Two steps from the checkpoint, by an optimizer that has taken none; formats of its moments and masters."""
     with parallel_job(job.policy), fused_adam():
-        trainer = build_trainer(job)
+        trainer = build_trainer(job.policy, job.model)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         steps = []
         for step in (1, 2):
@@ -71,7 +71,7 @@ def load_into_a_fresh_one(job: RunSettings, folder: str) -> tuple[Steps, set[str
 def weights_alone(job: RunSettings, folder: str) -> bool:
     """Return whether masters are the weights after weights alone were loaded behind a step."""
     with parallel_job(job.policy), fused_adam():
-        trainer = build_trainer(job)
+        trainer = build_trainer(job.policy, job.model)
         trainer.train([shard_of_step(trainer, job, 0)], sft_loss)
         trainer.load_checkpoint(Path(folder), with_optimizer=False)
         return all(

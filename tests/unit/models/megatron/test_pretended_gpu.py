@@ -15,11 +15,10 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
-from tests.support.generation_run import build_trainer, request_of
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.pretended_gpu import PretendedGpu, Wait, by_owner
 from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy
-from tests.support.with_transformer_engine import run_ranks_with_engine
+from tests.support.training_run import build_trainer, request_of
 
 PACKED = {"sequence_packing__enabled": True}
 Waits = dict[Wait, int]

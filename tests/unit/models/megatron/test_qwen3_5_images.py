@@ -24,8 +24,7 @@ from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model import vision_model
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training import microbatch
-from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import other_chunks
+from tests.support.family_reference import other_chunks, trainer_of
 from tests.support.family_training import NUM_STEPS, SETTINGS, TrainingRun, steps_of_trainer, steps_of_transformers
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_policy

@@ -110,7 +110,7 @@ def known_of_an_empty_row(policy: PolicyConfig) -> list[int]:
             microbatch = make(batch, MicrobatchShape(1), CPU)
             routes = torch.zeros(2, 1, microbatch.input_ids.numel(), dtype=torch.int32)
             probe = RouteProbe(num_layers=1, topk=2, device=CPU)
-            probe.add(torch.tensor([0]), routes, routes, microbatch, 0)
+            probe.add(torch.tensor([0]), routes, routes, microbatch, SequenceCut(0, 1))
             known = (probe.reduced().live != UNKNOWN).all((2, 3))
             assert known[0].sum() == min(int(batch.lengths[0]) - 1, NUM_TOKENS)
             found.append(int(known[1].sum()))

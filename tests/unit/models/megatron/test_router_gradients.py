@@ -26,9 +26,9 @@ from nemo_rl_moe.routing.findings.tracker import FindingTracker, Thresholds
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
-from tests.support.observed import observer_of
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_hf_config
+from tests.support.training_run import observer_of
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 ADVANTAGES = (1.0, -0.5, 0.25, -1.5, 0.75, 0.5, -1.0, 0.5)

@@ -191,7 +191,7 @@ def losses_of_passes(policy: PolicyConfig) -> tuple[list[float], float]:
     """Return the loss of two evaluations and of a training pass, all with the same weights."""
     with parallel_job(policy):
         settings = RunSettings(policy)
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         shard = shard_of_step(trainer, settings, 0)
         evaluated = [trainer.evaluate(shard, sft_loss)["loss"].reduce() for _ in range(2)]
         return evaluated, trainer.train([shard], sft_loss).global_loss

@@ -22,7 +22,6 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
-from tests.support.generation_run import build_trainer, prompts, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,
@@ -34,6 +33,7 @@ from tests.support.tiny_model import (
     tiny_grpo_policy,
     tiny_hf_config,
 )
+from tests.support.training_run import build_trainer, prompts, request_of
 
 PACKED = {"sequence_packing__enabled": True}
 # Megatron-Core's loss counts the best experts by score, without groups and bias; under replay it counts those in use.

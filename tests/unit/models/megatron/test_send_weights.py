@@ -14,9 +14,9 @@ from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
-from tests.support.generation_run import build_trainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
+from tests.support.training_run import build_trainer
 
 BUCKET_BYTES = 20_000
 

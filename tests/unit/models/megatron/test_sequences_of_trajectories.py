@@ -23,8 +23,8 @@ from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.grpo_fakes import trajectory
+from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.support.tiny_model import parallel_job, tiny_grpo_policy, tiny_hf_config
-from tests.support.trajectories import tokens_of, with_tokens
 
 ADVANTAGES = torch.tensor([[1.0, -0.5], [0.25, -1.5]])
 # A balancing loss is one of a microbatch, and so depends on the cut.

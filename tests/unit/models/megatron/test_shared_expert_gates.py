@@ -11,7 +11,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer
+from tests.support.training_run import build_trainer
 
 PER_LAYER = {"moe_per_layer_logging": True}
 LAYERS = range(4)
@@ -19,7 +19,7 @@ LAYERS = range(4)
 
 def gates_of_step(policy: PolicyConfig, model: str) -> dict[str, float]:
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy, model=model))
+        trainer = build_trainer(policy, model)
         place = trainer.coordinates
         # A gate of 0 for every token would be 1 / 2 whatever was counted.
         with torch.no_grad():
@@ -35,7 +35,7 @@ def gates_of_step(policy: PolicyConfig, model: str) -> dict[str, float]:
 def gates_by_hand(policy: PolicyConfig) -> list[float]:
     """Return the mean of each layer from the sequences one by one, without padding."""
     with parallel_job(policy):
-        (chunk,) = build_trainer(RunSettings(policy, model="qwen2_moe")).chunks
+        (chunk,) = build_trainer(policy, "qwen2_moe").chunks
         found: list[list[torch.Tensor]] = [[] for _ in chunk.decoder.layers]
         for number, layer in enumerate(chunk.decoder.layers):
             weight = layer.mlp.shared_experts.gate_weight

@@ -13,9 +13,8 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.spoiled_loss import SpoiledLoss
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.training_run import RunSettings, SpoiledLoss, build_trainer, shard_of_step
 
 ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 EXPERT_BIAS = {
@@ -28,7 +27,7 @@ EXPERT_BIAS = {
 def run_with(settings: RunSettings, spoiled: list[Any]) -> list[tuple[Any, ...]]:
     """Trains a step with each loss function; None: the honest one. What each step reports, and the last weights."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         found: list[tuple[Any, ...]] = []
         for step, loss in enumerate(spoiled):
             before = _weights(trainer)
@@ -94,7 +93,7 @@ def test_a_spoiled_update_leaves_the_expert_bias_alone(settings: Mapping[str, An
 def expert_biases(settings: RunSettings, losses: list[Any]) -> list[list[float]]:
     """The routers' biases after a step with each loss function; None: the honest one."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         found = []
         for step, loss in enumerate(losses):
             trainer.train([shard_of_step(trainer, settings, step)], loss or sft_loss)
@@ -125,7 +124,7 @@ def test_several_updates_of_one_call() -> None:
 def updates_of_one_call(settings: RunSettings) -> tuple[int, int, int]:
     """Three global batches, the last of which is spoiled."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         shards = [shard_of_step(trainer, settings, step) for step in range(3)]
         calls = iter([None] * 8 + [SpoiledLoss("both")] * 4)
 

@@ -53,7 +53,7 @@ def save_while_training(settings: RunSettings, folder: str, is_away: bool) -> tu
         return plain_to(tensor, *arguments, **options)
 
     with parallel_job(settings.policy), mock.patch.object(save, "_write_item", late):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         losses = [train(trainer, settings, 0)]
         if is_away:
             trainer.host_state.leave()
@@ -75,7 +75,7 @@ def save_while_training(settings: RunSettings, folder: str, is_away: bool) -> tu
 
 def resume(settings: RunSettings, folder: str) -> list[float]:
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         return [train(trainer, settings, step) for step in (1, 2)]
 

@@ -18,11 +18,10 @@ from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import trainer_of
-from tests.support.family_reference import assert_same_tensors, save_model, tensors_in
+from tests.support.family_reference import assert_same_tensors, save_model, tensors_in, trainer_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer
+from tests.support.training_run import build_trainer
 
 MODEL = "glm_moe_dsa"
 KEY = "policy.model_name: config.json: "
@@ -59,7 +58,7 @@ def read_and_save(folder: str, checkpoint: str, policy: PolicyConfig) -> None:
 def load_and_export(checkpoint: str, exported: str, policy: PolicyConfig) -> None:
     """Run on every rank: other weights, then those of the checkpoint, are written."""
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy, model=MODEL))
+        trainer = build_trainer(policy, MODEL)
         trainer.load_checkpoint(Path(checkpoint), with_optimizer=False)
         trainer.save_weights(Path(exported), {})
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.data.loader import collate
 from nemo_rl_moe.data.records import parse_record
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer, tokenize_example
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import trainer_of
+from tests.support.family_reference import trainer_of
 from tests.support.gloo_ranks import run_ranks
-from tests.support.one_example import tokenize_example
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_policy
 from tests.support.tool_templates import FAMILIES, ToolFormat
 

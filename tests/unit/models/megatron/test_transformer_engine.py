@@ -12,14 +12,12 @@ import pytest
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.context_run import assert_as_one_rank, one_rank, shared_run
-from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_parity import ParityJobs
+from tests.support.family_parity import LAYOUTS, ParityJobs
 from tests.support.family_reference import assert_same_experts, assert_same_tensors, logit_difference, write_reference
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings
-from tests.support.with_transformer_engine import run_ranks_with_engine
 
 # Largest seen: 1.0e-5.
 LOGITS_TOLERANCE = 1e-4

@@ -18,7 +18,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.tiny_model import (
     layout,
     parallel_job,
@@ -28,7 +28,6 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
-from tests.support.with_transformer_engine import run_ranks_with_engine
 
 CRITIC = (Head.VALUE,)
 BOTH = (Head.LOGPROBS, Head.VALUE)

@@ -23,8 +23,7 @@ from nemo_rl_moe.models.images import image_patches
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from tests.support.family_outputs import files_beside
-from tests.support.family_reference import assert_same_tensors, tensors_in
+from tests.support.family_reference import assert_same_tensors, files_beside, tensors_in
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     layout,

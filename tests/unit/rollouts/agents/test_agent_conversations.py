@@ -16,9 +16,18 @@ from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.conversations import ALL
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION
-from tests.support.thread_agents import MODEL, QUESTION, Gate, client_of, ended, error_of, play
+from tests.support.conversations import (
+    ALL,
+    LOGPROB,
+    MODEL,
+    QUESTION,
+    WEIGHT_VERSION,
+    Gate,
+    client_of,
+    ended,
+    error_of,
+    play,
+)
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 TOOL = {

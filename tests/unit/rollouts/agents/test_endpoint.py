@@ -28,9 +28,7 @@ from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.agents_of_tests import MARK
-from tests.support.conversations import ALL
-from tests.support.scripted_session import scripted_session
-from tests.support.thread_agents import MODEL, QUESTION, ended
+from tests.support.conversations import ALL, MODEL, QUESTION, ended, scripted_session
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 SAMPLING = SamplingParameters(100, temperature=0.7)

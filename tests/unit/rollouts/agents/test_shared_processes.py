@@ -16,7 +16,7 @@ from nemo_rl_moe.rollouts.agents import worker_pool
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 
 MEETS = "tests.support.agents_of_tests:meets_others"
 LIMIT_S = 60

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from tests.support.virtual_clock import run_virtually
+from tests.support.clocks_and_disks import run_virtually
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -34,7 +34,7 @@ from nemo_rl_moe.runs.folder.time_line import (
     seconds_of,
 )
 from tests.support.grpo_fakes import SAMPLING
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_rollouts import ScriptedEngine
 
 
 class Clock:

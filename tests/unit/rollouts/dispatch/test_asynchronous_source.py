@@ -34,10 +34,10 @@ from nemo_rl_moe.runs.folder.time_line import (
     TimeLine,
     seconds_of,
 )
+from tests.support.clocks_and_disks import VirtualLoop
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_runner, prompts, small_config
-from tests.support.scripted_engine import ScriptedEngine, loader
-from tests.support.trajectories import assert_same_trajectories, only_sequence
-from tests.support.virtual_clock import VirtualLoop
+from tests.support.grpo_inputs import assert_same_trajectories, only_sequence
+from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 NUM_EPOCHS, NUM_STEPS = 2, 6
 

@@ -8,8 +8,8 @@ import pytest
 
 from nemo_rl_moe.errors import DataError, GenerationError
 from nemo_rl_moe.rollouts.dispatch.groups import Reason, Staleness
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.scripted_rollouts import STUCK, ScriptedRun
-from tests.support.virtual_clock import run_virtually
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 SLOW = {2: 4.0, 3: 4.0}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.rollouts.dispatch.dispatcher import FAILURES_IN_A_ROW
 from nemo_rl_moe.rollouts.dispatch.groups import Reason, Ticket
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import STUCK, Fate, ScriptedRun
-from tests.support.virtual_clock import run_virtually
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 DEADLINE_S = 3.0

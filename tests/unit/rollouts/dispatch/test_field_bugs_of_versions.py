@@ -74,7 +74,7 @@ async def test_a03_an_update_that_is_reported_twice_counts_once() -> None:
         run.dispatcher.updated(1)
         await asyncio.sleep(0)
     assert (run.dispatcher.version, len(run.dispatched)) == (1, 4)
-    with pytest.raises(ValueError, match="version 0 came after 1"):
+    with pytest.raises(ValueError, match="weights of version 0 came after version 1"):
         run.dispatcher.updated(0)
 
 
@@ -159,7 +159,7 @@ async def test_a14_a_trainer_ahead_of_the_engines_waits_for_them() -> None:
     run.dispatcher.updated(1)
     await ahead
     assert (run.consumed, run.lags, run.batches[1].waited_s) == ([[0, 1], [2, 3]], [[0, 0], [1, 1]], 10.0)
-    with pytest.raises(ValueError, match="version 0 is trained while the engines have 1"):
+    with pytest.raises(ValueError, match="weights of version 0 are trained, but the engines already have 1"):
         await run.take(0)
 
 

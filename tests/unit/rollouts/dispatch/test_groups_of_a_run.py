@@ -28,6 +28,7 @@ from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
@@ -35,8 +36,7 @@ from tests.support.grpo_fakes import (
     make_runner,
     small_config,
 )
-from tests.support.moved_clock import MovedClock
-from tests.support.scripted_engine import ScriptedEngine, loader
+from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 WITH_COPY = ("policy.generation.backend=vllm",)
 EngineOf = Callable[[], GenerationEngine]
@@ -223,7 +223,7 @@ def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_pa
             step += 1
             source.update_pending(step)
             source.updated(step)
-    assert any("train:3 is given up after 2 groups (deadline)" in line for line in warned)
+    assert any("train:3 is given up after 2 attempts (deadline)" in line for line in warned)
     wasted = [found for found in metrics if found["rollouts/wasted_tokens"]]
     assert wasted, "tokens of a group that was cancelled"
     assert all(found["rollouts/wasted_tokens"] == found["rollouts/wasted_tokens/deadline"] for found in wasted)

@@ -11,8 +11,8 @@ import pytest
 from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
 from nemo_rl_moe.rollouts.dispatch.staleness import StalenessPolicy
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.scripted_rollouts import ScriptedRun, Ticket, red_on
-from tests.support.virtual_clock import run_virtually
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 NUM_PROMPTS, WARM_UP, LAST = 700, 50, 650

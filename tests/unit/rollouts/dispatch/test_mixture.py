@@ -18,7 +18,7 @@ from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, as_numbers, from_numbers, prompts, small_config
-from tests.support.scripted_engine import ScriptedEngine, TwoTurns
+from tests.support.scripted_rollouts import ScriptedEngine, TwoTurns
 
 Step = list[tuple[str, str, int]]
 

@@ -26,9 +26,8 @@ from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_runner
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_rollouts import red_on
-from tests.support.trajectories import only_sequence
+from tests.support.grpo_inputs import only_sequence
+from tests.support.scripted_rollouts import ScriptedEngine, red_on
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 PROMPT = (3, 4)

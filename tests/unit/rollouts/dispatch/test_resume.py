@@ -8,8 +8,8 @@ import pytest
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.rollouts.dispatch.prompts import OpenPrompt, PromptFeed, QueueState, drawn_again
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.scripted_rollouts import STUCK, ScriptedPrompt, scripted_prompts
-from tests.support.virtual_clock import run_virtually
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 FATES = {1: 9.0, 3: OSError("lost"), 5: 9.0}

@@ -23,7 +23,7 @@ from nemo_rl_moe.rollouts.dispatch.saved_queue import FOLDER, JSON_FILE, TENSOR_
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory, sequences_of
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse, as_arguments
 from tests.support.grpo_fakes import prompts, trajectory
-from tests.support.trajectories import assert_same_trajectories, tokens_of, with_tokens
+from tests.support.grpo_inputs import assert_same_trajectories, tokens_of, with_tokens
 
 State = QueueState
 

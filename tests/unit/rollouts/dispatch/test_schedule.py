@@ -27,11 +27,10 @@ from nemo_rl_moe.rollouts.dispatch.schedule import (
     read_schedule,
     replay_policy,
 )
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
-from tests.support.scripted_engine import loader
-from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
-from tests.support.virtual_clock import run_virtually
+from tests.support.scripted_rollouts import Fate, ScriptedRun, loader, scripted_prompts
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
@@ -133,7 +132,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
             b'{"version": true, "groups": []}',
             DAMAGED,
         ),
-        (b'{"version": 0, "groups": []}\n', "the schedule has steps of another size than the 2 groups of this run"),
+        (b'{"version": 0, "groups": []}\n', "the schedule has a step with more or fewer than this run's 2 groups"),
     ],
 )
 def test_a_schedule_that_cannot_be_repeated_is_reported_with_its_key(
@@ -202,7 +201,7 @@ def test_a_schedule_of_other_steps_is_refused() -> None:
     ("groups", "problem"),
     [
         ([(0, 0), (2, 1)], "prompt 0 is trained on twice, in the step that trains version 1"),
-        ([(2, 0), (3, 2)], "prompt 3 begins at version 2, in the step that trains version 1"),
+        ([(2, 0), (3, 2)], "prompt 3 is dispatched at version 2, in the step that trains version 1"),
     ],
 )
 def test_a_schedule_that_no_run_has_recorded_is_refused(groups: list[tuple[int, int]], problem: str) -> None:

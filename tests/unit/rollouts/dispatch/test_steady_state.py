@@ -9,9 +9,9 @@ import pytest
 
 from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.dispatch.staleness import POLICIES, QueueView, StalenessPolicy
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.quick_list import some_of
 from tests.support.scripted_rollouts import ScriptedRun, red_on
-from tests.support.virtual_clock import run_virtually
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 NUM_STEPS, WARM_UP, GROUPS_PER_STEP = 220, 20, 4

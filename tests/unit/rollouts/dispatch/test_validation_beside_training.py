@@ -32,6 +32,7 @@ from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.supervisor import STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.conversations import ALL
 from tests.support.grpo_fakes import (
     SAMPLING,
@@ -40,8 +41,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.moved_clock import MovedClock
-from tests.support.scripted_engine import ScriptedEngine, loader
+from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 Found = TypeVar("Found")
 LIMIT_S = 120.0
@@ -182,4 +182,4 @@ def test_who_holds_a_place_for_ever_is_named_and_given_up_when_the_run_is_stoppe
         assert waiting.wait(LIMIT_S)
         is_asked.set()
         within_the_limit(validate)
-    assert "no trajectory has gone on" in warned[0]
+    assert "no trajectory has made progress" in warned[0]

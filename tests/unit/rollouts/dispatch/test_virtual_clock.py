@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.virtual_clock import NothingLeftError, run_virtually
+from tests.support.clocks_and_disks import NothingLeftError, run_virtually
 
 
 def test_hours_pass_in_order() -> None:

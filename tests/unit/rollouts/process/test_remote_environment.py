@@ -26,11 +26,11 @@ from nemo_rl_moe.rollouts.process.client import RemoteEnvironment
 from nemo_rl_moe.rollouts.process.serve import ProcessSettings
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support import rollouts_of_tests
+from tests.support import custom_parts
+from tests.support.custom_parts import NumbersTokenizer
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
-from tests.support.rollouts_of_tests import NumbersTokenizer
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.trajectories import assert_same_trajectories
+from tests.support.grpo_inputs import assert_same_trajectories
+from tests.support.scripted_rollouts import ScriptedEngine
 
 NAME = "env.driver.function: tests:rollout"
 
@@ -45,7 +45,7 @@ class Hosted:
     def __init__(self, function: str, engine: Any, **changes: Any):
         self.heard: list[str] = []
         self.printed: list[str] = []
-        settings = settings_of(partial(rollouts_of_tests.start, function))
+        settings = settings_of(partial(custom_parts.start, function))
         self.environment = RemoteEnvironment(replace(settings, **changes), NAME, self.printed.append, self.heard.append)
         loop = CallersLoop() if engine.shares_weights else LoopThread()
         self.runner: RolloutRunner = make_runner(engine, FakeRewardFunction(), self.environment, loop=loop)
@@ -94,7 +94,7 @@ def without_process(found: list[Trajectory]) -> list[Trajectory]:
     ],
 )
 def test_trajectories_are_those_of_the_same_code_in_the_run(function: str, make_engine: Callable[[], Any]) -> None:
-    with rollouts_of_tests.start(function) as environment:
+    with custom_parts.start(function) as environment:
         loop = CallersLoop() if make_engine is FakeEngine else LoopThread()
         runner = make_runner(make_engine(), FakeRewardFunction(), environment, loop=loop)
         expected = runner.evaluate(prompts(3), 2, SAMPLING, (3, 1))
@@ -208,7 +208,7 @@ def test_who_hangs_fails_with_what_it_had(monkeypatch: pytest.MonkeyPatch) -> No
     with hosted("with_fault", timeout_s=1.0) as there:
         found = there.make()
         assert [each.fault for each in found] == [None, Fault.TIMEOUT, None]
-        assert found[1].fault_message.startswith("took longer than env.rollout_timeout_s=1 (at rollouts_of_tests.py:")
+        assert found[1].fault_message.startswith("took longer than env.rollout_timeout_s=1 (at custom_parts.py:")
         assert found[1].num_turns == 1
         assert len(there.process_of(found)) == 1
 
@@ -241,9 +241,9 @@ def test_an_error_of_a_trajectory_alone() -> None:
 @pytest.mark.parametrize(
     ("start", "error", "message"),
     [
-        (rollouts_of_tests.cannot_start, WorkerDiedError, f"{NAME}: cannot start: ValueError: the library is too old"),
-        (rollouts_of_tests.is_wrong, ConfigurationError, "env.driver: is wrong"),
-        (rollouts_of_tests.exits_at_start, WorkerDiedError, f"{NAME}: the process ended while starting: exit code 3"),
+        (custom_parts.cannot_start, WorkerDiedError, f"{NAME}: cannot start: ValueError: the library is too old"),
+        (custom_parts.is_wrong, ConfigurationError, "env.driver: is wrong"),
+        (custom_parts.exits_at_start, WorkerDiedError, f"{NAME}: the process ended while starting: exit code 3"),
     ],
 )
 def test_an_environment_that_cannot_start_says_why(start: Any, error: type[Exception], message: str) -> None:
@@ -315,7 +315,7 @@ def test_the_end_of_a_process_is_seen_although_its_child_goes_on(monkeypatch: py
 
 def test_the_environment_may_clean_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FILE_OF_TESTS", str(tmp_path / "cleaned"))
-    environment = RemoteEnvironment(settings_of(rollouts_of_tests.cleans_up), NAME, print, print)
+    environment = RemoteEnvironment(settings_of(custom_parts.cleans_up), NAME, print, print)
     environment.wait_for_start()
     environment.stop()
     assert (tmp_path / "cleaned").read_text() == "yes"
@@ -331,7 +331,7 @@ def test_time_of_the_engine_in_lockstep_does_not_count() -> None:
                 time.sleep(0.5)
                 yield answer
 
-    with rollouts_of_tests.start("waits_a_little") as environment:
+    with custom_parts.start("waits_a_little") as environment:
         runner = make_runner(Slow(), FakeRewardFunction(), environment, timeout_s=0.4)
         assert [each.fault for each in runner.evaluate(prompts(3), 1, SAMPLING, (3, 1))] == [None] * 3
         runner.close()

@@ -94,7 +94,7 @@ def test_a_permuted_layer_is_found_and_its_ids_are_named(shape: tuple[int, ...],
     assert found.text.startswith("layer 3: captured expert ids are a permutation of the router's (")
     named = [pair.split("->") for pair in found.text.split("(")[1].split(")")[0].split(", ") if "->" in pair]
     assert all(ids[int(own)] == int(captured) for captured, own in named)
-    before, after = found.text.split("agreement ")[1].split(" under")[0].split(" becomes ")
+    before, after = found.text.split("agreement ")[1].split(" after")[0].split(" becomes ")
     assert float(after) > max(float(before) + 0.3, 0.7)  # ids that the sample has not are missing
 
 
@@ -165,7 +165,9 @@ def test_a_layer_that_agrees_with_nothing_is_reported() -> None:
 
     (found,) = report_of(SHAPES[0], fault).anomalies
     assert (found.kind, found.layer) == ("unrelated", 2)
-    assert found.text.startswith("the routes of layer 2 are not those of these tokens: they agree in 0.2")
+    assert found.text.startswith(
+        "the routes of layer 2 are not those of these tokens: they agree with the routers in 0.2"
+    )
 
 
 @pytest.mark.parametrize("noise", [BFLOAT16, ROUGH])

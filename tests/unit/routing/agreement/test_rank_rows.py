@@ -53,7 +53,7 @@ def test_a_rank_with_the_routes_of_others_is_named() -> None:
     assert found.kind == "rank"
     assert found.text == (
         "data-parallel rank 1 has routes that are not its tokens': its routers would choose them in 0.300 of the rows,"
-        " the other ranks' routers in 0.963"
+        " the other ranks' routers theirs in 0.963"
     )
 
 

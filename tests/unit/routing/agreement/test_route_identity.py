@@ -168,5 +168,7 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 def test_a_capture_that_agrees_by_chance_is_of_other_tokens() -> None:
     (found,) = foreign_capture(0.312)
     assert found.kind == "sequence"
-    assert found.text.startswith("the routes are not those of these tokens: beyond chance they agree in 0.312 of the")
+    assert found.text.startswith(
+        "the routes are not those of these tokens: their agreement with routers beyond chance is 0.312"
+    )
     assert foreign_capture(0.8) == foreign_capture(None) == []

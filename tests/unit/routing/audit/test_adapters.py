@@ -399,7 +399,7 @@ VERL: dict[str, Any] = {
             "got the expert 70000, expected 0 to 32767, or -1 for none",
         ),
         ({"rollout_id": 1, "rollout_data": {}}, "rollout_data: tokens: missing"),
-        ({**VERL, "attention_mask": torch.tensor([[1, 0, 1, 1, 1]] * 2)}, "with one block of 1 per row"),
+        ({**VERL, "attention_mask": torch.tensor([[1, 0, 1, 1, 1]] * 2)}, "one run of ones per row"),
         ({**VERL, "routed_experts": torch.ones(3, 5, 1, 1)}, "routed_experts: got [3, 5, 1, 1], expected 2 rows"),
         (
             {"sequences": torch.ones(2, 5), "attention_mask": torch.ones(2, 5), "loss_mask": torch.ones(2, 6)},
@@ -407,7 +407,7 @@ VERL: dict[str, Any] = {
         ),
         (
             {"input_ids": [[1, 2]], "input_lengths": [3], "token_mask": [[0, 1]], "generation_logprobs": [[0, 1]]},
-            "input_lengths: got [3], expected lengths of [1, 2] ids",
+            "input_lengths: got [3], expected one length per row of token ids [1, 2]",
         ),
         ({"input_ids": [[1, 2]], "router_logits": [[1]]}, "lacks the number of experts per token; add --model DIR"),
         ([{"input": "a", "output": "b", "gts": 1, "score": 0.0, "step": 1}], "has only texts, no routes"),
@@ -423,7 +423,7 @@ VERL: dict[str, Any] = {
         ),
         (
             {"meta_info": {"prompt_tokens": 10**9, "completion_tokens": 1}},
-            "got 1000000000 tokens of a prompt and 1000000001 in all, expected 1 to 16777216",
+            "got 1000000000 prompt tokens and 1000000001 in all, expected 1 to 16777216 in all",
         ),
         ({"choices": [{**CHOICE, "token_ids": 3}]}, "no file of vLLM: TypeError"),
         ({"something": 1}, "is of no format that is known; --format takes auto, capture, transformers"),
@@ -470,7 +470,7 @@ def test_micro_batches_whose_routes_do_not_fit_are_reported(tmp_path: Path, caps
         (["verl/healthy", "--training", "none"], "--training none: there is no such file or folder"),
         (["verl/none"], "verl/none: there is no such file or folder"),
         (["verl/healthy", "vllm/healthy", "--write-capture", "t"], "--write-capture t: got 2 paths, expected one"),
-        (["verl/healthy", "--steps", "9"], "verl/healthy: holds no step of those chosen"),
+        (["verl/healthy", "--steps", "9"], "verl/healthy: holds none of the chosen steps"),
         (["model"], "model: holds neither capture.json nor files of a format that is read"),
     ],
 )
@@ -521,7 +521,8 @@ def test_router_logits_that_do_not_report_the_experts_are_refused(
     path = write(tmp_path / "config.json", config)
     assert main(["audit", str(TRAINING), "--model", str(path)]) == 2
     assert (
-        "router_logits: routers of deepseek_v3 may choose by more than their largest logits" in capsys.readouterr().err
+        "router_logits: do not suffice, since routers of deepseek_v3 need not choose the experts with the"
+        " largest logits" in capsys.readouterr().err
     )
 
 

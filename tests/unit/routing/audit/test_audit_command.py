@@ -347,7 +347,7 @@ def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFix
         (["pipe.jsonl"], "pipe.jsonl: cannot be read: expected a regular file, got a pipe or a device"),
         (["notes.json"], "notes.json: is of no format that is known; --format takes auto, capture"),
         (["empty", "--format", "capture"], "capture.json: no description of a capture"),
-        (["capture", "--steps", "5:8"], "capture: holds no step of those chosen"),
+        (["capture", "--steps", "5:8"], "capture: holds none of the chosen steps"),
         (["capture", "--json", "none/audit.json"], "--json none/audit.json: cannot be written"),
     ],
 )

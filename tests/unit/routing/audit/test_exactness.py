@@ -63,8 +63,8 @@ def test_the_layer_where_routes_part_is_named() -> None:
     made[1] = rerouted(changed(made[1], 9), 9, 0)  # the row behind the log-probability says nothing about it
     (anomaly,) = counted(made).anomalies()
     assert anomaly.text == (
-        "2 of 80 log-probs of rollout and training are not equal, in 2 of 4 sequences: in 1 routes part first in layer"
-        " 3, in 1 no row of routes differs before (attention, a dense layer or the output layer)"
+        "2 of 80 log-probs of rollout and training are not equal, in 2 of 4 sequences: in 1 routes first differ in"
+        " layer 3, in 1 the routes before are equal (attention, a dense layer or the output layer differs)"
     )
 
 

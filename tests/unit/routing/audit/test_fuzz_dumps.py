@@ -11,8 +11,7 @@ import pytest
 
 from nemo_rl_moe.errors import EXIT_RUN_FAILED
 from tests.conftest import REPOSITORY_ROOT
-from tests.support.fuzzing import Case, command, fuzz
-from tests.support.mutations import mutated_bytes, mutated_tree
+from tests.support.fuzzing import Case, command, fuzz, mutated_bytes, mutated_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -60,7 +60,7 @@ def test_right_positions_have_no_finding() -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (_packed, "58 are right minus the start of their sequence: they count from the packed batch"),
+        (_packed, "58 are right if their sequence's start is subtracted: they count from the batch's start"),
         (_ahead, "1 of 58 rows of the indexer name positions after their token"),
         (_repeated, "1 of 58 rows of the indexer name a position twice"),
         (_negative, "1 of 58 rows of the indexer name positions below 0"),

@@ -34,7 +34,7 @@ def test_a_saw_tooth_is_told_from_growth() -> None:
     assert [(step, kind) for step, kind, _ in said] == [(13, "resetting_gap")]
     assert said[0][2].startswith(
         "the log-prob gap rose from 0.01 to 0.06 over the steps 7 to 12, and was 0.01 again at step 13, as after the"
-        " steps 1 to 6: what a restart"
+        " steps 1 to 6: a restart"
     )
 
 

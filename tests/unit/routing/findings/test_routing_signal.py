@@ -36,7 +36,7 @@ def test_agreement_that_drops_is_reported_after_two_steps() -> None:
     steady = [{LIVE_AGREEMENT: value} for value in (0.96, 0.961, 0.959, 0.96, 0.962)]
     ((step, kind, since, text),) = found_in([*steady, *[{LIVE_AGREEMENT: 0.9}] * 4])
     assert (step, kind, since) == (7, "low_agreement", 6)
-    assert text.startswith("routers would choose the rollout's experts in 0.900 of the rows since step 6, before in")
+    assert text.startswith("routers would choose the rollout's experts in 0.900 of the rows since step 6, and in")
     assert found_in([*steady, {LIVE_AGREEMENT: 0.9}, *steady]) == []
 
 

@@ -78,7 +78,7 @@ def test_lag_that_costs_more_than_overlap_gains_is_found_after_a_while() -> None
     assert tracker.observe(1, costly) == tracker.observe(2, costly) == []
     (found,) = tracker.observe(3, costly)
     assert (found.kind, found.first_step) == ("staleness_outweighs_overlap", 1)
-    assert "50% of their number of fresh tokens" in found.text
+    assert "50% of a fresh one" in found.text
     assert "at most 1.40 times" in found.text
 
 

@@ -116,7 +116,8 @@ def test_imbalance_is_reported_with_its_layer_and_what_chance_would_be() -> None
     (finding,) = findings
     # sqrt((1 - 2 / 4) * 4 / 400) = 0.07
     assert finding.text == (
-        "layer 7: the loads of its experts have spread by 1.00 of their mean since step 1; by chance it would be 0.07"
+        "layer 7: the standard deviation of its experts' loads has been 1.00 times their mean since step 1;"
+        " by chance it would be 0.07"
     )
     assert (finding.kind, finding.layer, finding.last_step) == ("imbalance", 7, 3)
 

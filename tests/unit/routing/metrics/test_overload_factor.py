@@ -15,7 +15,7 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
     rank_loads,
     what_if_metrics,
 )
-from tests.support.overload import predict_overload, summarise_overload
+from tests.support.made_runs import predict_overload, summarise_overload
 from tests.support.quick_list import examples
 
 Events = list[tuple[int, int, int]]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.full_disk import file_system_of
+from tests.support.clocks_and_disks import file_system_of
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder import step_tables
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
-from tests.support.full_disk import files_no_longer_than
+from tests.support.clocks_and_disks import files_no_longer_than
 
 LAYERS = (1, 3, 10)
 EXPERTS = 4

@@ -24,10 +24,8 @@ from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 from nemo_rl_moe.runs.folder.folder import read_logger_run_ids, read_run_id
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
-from tests.support.fuzzing import Case, Output, command, fuzz
-from tests.support.made_captures import routing_report
-from tests.support.made_runs import make_run, random_counts
-from tests.support.mutations import mutated_bytes, mutated_json
+from tests.support.fuzzing import Case, Output, command, fuzz, mutated_bytes, mutated_json
+from tests.support.made_runs import make_run, random_counts, routing_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -13,7 +13,7 @@ import pytest
 from nemo_rl_moe.runs.folder import lines as line_file
 from nemo_rl_moe.runs.folder.lines import LineFile
 from nemo_rl_moe.runs.folder.metrics import JsonlLogger, read_metrics
-from tests.support.full_disk import files_no_longer_than, fill
+from tests.support.clocks_and_disks import files_no_longer_than, fill
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter, steps_of
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
-from tests.support.full_disk import fill
+from tests.support.clocks_and_disks import fill
 from tests.support.quick_list import examples
 
 

@@ -16,8 +16,8 @@ from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.runs.folder.line_tail import by_step
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, FOLDER_NAME, AnomaliesTail, RoutingWriter, read_routing
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
-from tests.support.full_disk import files_no_longer_than
-from tests.support.made_captures import routing_report
+from tests.support.clocks_and_disks import files_no_longer_than
+from tests.support.made_runs import routing_report
 
 LATE = RoutingAnomaly("token", "routes are one token late")
 OF_LAYER_2 = RoutingAnomaly("layer", "layer 3 carries layer 2's routes", 3)

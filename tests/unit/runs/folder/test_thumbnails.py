@@ -29,9 +29,9 @@ from nemo_rl_moe.runs.folder.thumbnails import (
 )
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
-from tests.support.full_disk import fill
+from tests.support.clocks_and_disks import fill
 from tests.support.grpo_fakes import trajectory
-from tests.support.trajectories import tokens_of, with_tokens
+from tests.support.grpo_inputs import tokens_of, with_tokens
 
 
 def noise(height: int, width: int, seed: int = 0) -> ModelImage:

@@ -24,8 +24,7 @@ from nemo_rl_moe.runs.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
 from tests.support.loggers import load_of, settings_for
-from tests.support.made_captures import routing_report
-from tests.support.made_runs import routing_report_metrics
+from tests.support.made_runs import routing_report, routing_report_metrics
 
 TOPK = 2
 HEALTHY = load_of([100, 100, 101, 99], [101, 98, 100, 101])

@@ -20,7 +20,7 @@ from nemo_rl_moe.runs.folder.metrics import JsonlLogger
 from nemo_rl_moe.runs.loggers.mlflow import MlflowLogger, flatten_config, local_store_uri
 from nemo_rl_moe.runs.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.runs.loggers.wandb import WandbLogger, choose_mode
-from tests.support.logged_metrics import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
+from tests.support.loggers import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 
 CONFIG = {"policy": {"model_name": "tiny", "megatron_cfg": {"track_moe_metrics": True}}, "empty": {}, "steps": [1, 2]}
 

@@ -12,7 +12,7 @@ from nemo_rl_moe.errors import UserCodeError
 from nemo_rl_moe.runs.folder.metrics import JsonlLogger, read_metrics
 from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.runs.loggers.fan_out import FanOutLogger
-from tests.support.full_disk import files_no_longer_than
+from tests.support.clocks_and_disks import files_no_longer_than
 
 
 class Recorder:

@@ -14,8 +14,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.factory import build_loggers, find_custom_backends
 from tests.support.custom_parts import NAME
-from tests.support.logged_metrics import read_jsonl, read_tensorboard
-from tests.support.loggers import settings_for
+from tests.support.loggers import read_jsonl, read_tensorboard, settings_for
 
 
 def test_only_console_and_jsonl_by_default_and_nothing_heavy_is_imported(tmp_path: Path) -> None:

@@ -22,8 +22,15 @@ from nemo_rl_moe.runs.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.runs.loggers.wandb import WandbLogger
-from tests.support.logged_metrics import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
-from tests.support.loggers import log_steps, settings_for
+from tests.support.loggers import (
+    MetricHistory,
+    log_steps,
+    read_jsonl,
+    read_mlflow,
+    read_tensorboard,
+    read_wandb_offline,
+    settings_for,
+)
 from tests.unit.runs.loggers.resumed_run import metrics_of
 
 

@@ -19,9 +19,8 @@ import pytest
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.factory import build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.runs.loggers.isolated import Patience
-from tests.support.full_disk import files_no_longer_than
-from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard
-from tests.support.loggers import log_steps, settings_for
+from tests.support.clocks_and_disks import files_no_longer_than
+from tests.support.loggers import log_steps, read_jsonl, read_mlflow, read_tensorboard, settings_for
 
 STEPS = {"train/loss": [(step, float(step)) for step in range(1, 21)]}
 QUICK = Patience(opening_s=1.0, silence_s=0.5, closing_s=1.0)
@@ -54,7 +53,7 @@ def test_mlflow_server_that_never_answers(tmp_path: Path, silent_server: str) ->
         log_steps(loggers, range(1, 21))
     assert warnings_in(stream) == [
         "warning: logger mlflow did not open within 1 s; training starts without it, its steps are kept (up to 1000)",
-        "warning: logger mlflow did not end within 1 s and is abandoned; 20 steps that waited for it are not in it",
+        "warning: logger mlflow did not end within 1 s and is abandoned; 20 steps in its queue are not logged there",
     ]
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 

@@ -18,8 +18,7 @@ from nemo_rl_moe.runs.loggers.expert_load_plots import HEATMAP_KEY, SORTED_LOAD_
 from nemo_rl_moe.runs.loggers.factory import build_loggers
 from nemo_rl_moe.runs.loggers.isolated import Patience
 from nemo_rl_moe.runs.loggers.plots import MODALITY_KEY, draw_modalities, modality_plots
-from tests.support.logged_metrics import read_tensorboard_plots
-from tests.support.loggers import settings_for
+from tests.support.loggers import read_tensorboard_plots, settings_for
 
 # Layer 2 parts the kinds wholly on its first two experts, layer 13 not at all; nobody goes to its last expert.
 COUNTS, IMAGES = np.array([[40, 60, 0], [50, 50, 0]]), np.array([[40, 0, 0], [20, 20, 0]])

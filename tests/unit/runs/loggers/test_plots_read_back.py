@@ -21,9 +21,10 @@ from nemo_rl_moe.runs.loggers.isolated import Patience
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
 from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
-from tests.support.logged_metrics import (
+from tests.support.loggers import (
     MetricHistory,
     PlotHistory,
+    load_of,
     read_jsonl,
     read_mlflow,
     read_mlflow_plots,
@@ -31,8 +32,8 @@ from tests.support.logged_metrics import (
     read_tensorboard_plots,
     read_wandb_offline,
     read_wandb_offline_plots,
+    settings_for,
 )
-from tests.support.loggers import load_of, settings_for
 
 BACKENDS = ("tensorboard", "wandb", "mlflow")
 OUTLIER = "train/moe_expert_utilization/layer_1_expert_"

@@ -17,7 +17,7 @@ from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.runs.loggers.plots import AGREEMENT_KEY, draw_agreement, routing_plots
 from nemo_rl_moe.runs.loggers.step_plots import StepPlots
 from tests.support.loggers import ListBackend, load_of
-from tests.support.made_captures import routing_report
+from tests.support.made_runs import routing_report
 
 
 def drawn(report: RoutingReport) -> tuple[dict[str, list[tuple[int, float]]], list[str], list[str]]:

@@ -18,8 +18,7 @@ from nemo_rl_moe.runs.loggers.factory import build_loggers
 from nemo_rl_moe.runs.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.runs.loggers.wandb_files import wandb_files, wandb_records
 from tests.support.grpo_fakes import trajectory
-from tests.support.logged_metrics import read_jsonl, read_mlflow, read_wandb_offline
-from tests.support.loggers import ListBackend, settings_for
+from tests.support.loggers import ListBackend, read_jsonl, read_mlflow, read_wandb_offline, settings_for
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e"
 SHOWN = "<script>alert(1)</script>\\x1b[2J\\u202e"

@@ -13,8 +13,7 @@ from nemo_rl_moe.runs.folder.run_data import Series, read_run
 from nemo_rl_moe.runs.report.charts import charts_of
 from nemo_rl_moe.runs.report.page_data import page_data
 from nemo_rl_moe.runs.report.routing_view import layer_tables
-from tests.support.made_captures import routing_report
-from tests.support.made_runs import make_run
+from tests.support.made_runs import make_run, routing_report
 from tests.unit.runs.report.packed_arrays import unpacked
 
 # 39 rows in each of two layers; in the third step, 9 of the second layer are missing and 3 hold expert 0 alone.

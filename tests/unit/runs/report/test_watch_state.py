@@ -19,8 +19,7 @@ from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 from nemo_rl_moe.runs.report.watch_state import RunWatcher, WatchedRun
-from tests.support.made_captures import routing_report
-from tests.support.made_runs import make_run, random_counts, routing_report_metrics
+from tests.support.made_runs import make_run, random_counts, routing_report, routing_report_metrics
 
 ALERTS = {"dead_expert_steps": 3, "excess_cv": 0.5, "overload_factor": 1.5, "sustained_steps": 2}
 CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules that Megatron-Core builds its layers of."""
 
-from transformer_engine.pytorch import attention, distributed, fp8, ops, optimizers, permutation, router, tensor
+from torch import nn
+
+from transformer_engine.pytorch import attention, distributed, fp8, optimizers, permutation, router, tensor
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init
-from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
-from transformer_engine.pytorch.module.linear import LayerNormLinear, Linear
-from transformer_engine.pytorch.module.norms import LayerNorm, RMSNorm
+from transformer_engine.pytorch.module.base import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 __all__ = [
     "DotProductAttention",
@@ -27,3 +27,13 @@ __all__ = [
     "router",
     "tensor",
 ]
+
+
+class ops:
+    """Fusible operations, which Megatron-Core names in annotations."""
+
+    class FusibleOperation(nn.Module):
+        """Never made."""
+
+    class Sequential(nn.Sequential):
+        """Never made."""

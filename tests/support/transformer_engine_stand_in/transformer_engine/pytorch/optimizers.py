@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.fused_adam import FusedAdam as WithMasters
+from tests.support.gpu_stand_ins import FusedAdam as WithMasters
 
 
 class FusedAdam(WithMasters):

@@ -6,7 +6,5 @@ from enum import StrEnum
 
 
 class UsageContext(StrEnum):
-    """Two of vLLM's contexts."""
-
     LLM_CLASS = "LLM_CLASS"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
-from tests.support.lora_models import Array
-from tests.support.lora_runs import Comparison, compare_with_peft, one_rank_policy
+from tests.support.lora_models import Array, Comparison, compare_with_peft, one_rank_policy
 from tests.support.quick_list import some_of
 
 TOLERANCE = 1e-5

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
-from tests.support.lora_models import lora, whole_factors
-from tests.support.lora_runs import LoraRun, assert_same_run, resume_adapters, save_adapters, train_adapters
+from tests.support.lora_models import (
+    LoraRun,
+    assert_same_run,
+    lora,
+    resume_adapters,
+    save_adapters,
+    train_adapters,
+    whole_factors,
+)
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings

@@ -9,10 +9,10 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.lora import adapter as adapter_module
-from tests.support.generation_run import build_trainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.training_run import build_trainer
 
 
 def masks(policy: Any, without_sequence_parallelism: bool) -> list[bytes]:

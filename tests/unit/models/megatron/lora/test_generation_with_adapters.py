@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from tests.support.generation_run import Response, build_trainer, generator_of, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora, set_random
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, shard_of_step
+from tests.support.training_run import Response, RunSettings, build_trainer, generator_of, request_of, shard_of_step
 
 ALL = tuple(range(6))
 TOLERANCE = 1e-5

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.context_parallel import positions_of_rank
+from transformer_engine.pytorch.attention import positions_of_rank
 
 
 def apply_rotary_pos_emb(

@@ -1,0 +1,29 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose sequences can share the computation of a common prefix (`policy.shared_prefix`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+
+
+def problems_with_shared_prefix(policy: PolicyConfig, fields: Mapping[str, Any], *, has_vision: bool) -> list[str]:
+    """Return the parts of a model that need separate sequences, if the policy shares prefixes.
+
+    Args:
+        fields: The model's fields of TransformerConfig.
+    """
+    if policy.shared_prefix is False:
+        return []
+    found = {
+        "multi-latent attention": bool(fields.get("multi_latent_attention")),
+        "gated delta nets": any(fields.get("linear_attention_freq") or ()),
+        "images": has_vision,
+    }
+    got = str(policy.shared_prefix).lower()
+    return [
+        f"policy.shared_prefix: got {got}, expected false for a model with {name}"
+        for name, is_there in found.items()
+        if is_there
+    ]

@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The branch for GPUs, on Megatron-Core as released, trains over NCCL as the branch for CPUs does over gloo.
+
+Each layout is compared with the same layout: losses, gradient norms, MoE metrics and weights after two steps. The two
+branches use other modules (Transformer Engine's, as the tests' stand-in has them), so sums differ in their order.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.fake_card.ranks import run_on_cards
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import RankRun, RunSettings, full_weights, train_run
+
+pytest.importorskip("megatron.core")
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, layout(tp=2)),  # with sequence parallelism
+    "pp2": (2, layout(pp=2)),
+    "ep2": (2, layout(ep=2)),
+    "dp2": (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
+}
+TOLERANCE = 1e-6
+"""Of losses and norms relative, of metrics absolute. The largest seen is 2e-7."""
+WEIGHTS_TOLERANCE = 1e-5
+"""As between layouts over gloo: a weight moves by 1e-2 in two steps."""
+
+
+def train_on_card(settings: RunSettings) -> tuple[RankRun, dict[str, int]]:
+    """Run on each rank; return what it saw, and proofs that the card's branch ran."""
+    import ctypes
+
+    import torch
+
+    from nemo_rl_moe.models.megatron.cpu import cpu_backend
+
+    assert not cpu_backend.ACTIVE
+    run = train_run(settings)
+    library = ctypes.CDLL("libnccl.so.2")
+    return run, {
+        "collectives": library.fake_card_collectives(),
+        "bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def _gap(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_on_cards_as_over_gloo(name: str) -> None:
+    world_size, changes = LAYOUTS[name]
+    settings = RunSettings(tiny_policy(world_size, **changes))
+    expected = run_ranks(train_run, world_size, settings)
+    answers = run_on_cards(train_on_card, world_size, settings)
+    found = [run for run, _ in answers]
+    for run, other in zip(found, expected, strict=True):
+        assert _gap(run.losses, other.losses) <= TOLERANCE
+        assert _gap(run.grad_norms, other.grad_norms) <= TOLERANCE
+        for metrics, others in zip(run.moe_metrics, other.moe_metrics, strict=True):
+            assert metrics.keys() == others.keys()
+            assert len(metrics) > 20
+            assert max(abs(metrics[key] - others[key]) for key in metrics) <= TOLERANCE
+    weights, others = full_weights(found), full_weights(expected)
+    assert weights.keys() == others.keys()
+    assert max(float(abs(weights[key] - others[key]).max()) for key in weights) <= WEIGHTS_TOLERANCE
+    for _, proof in answers:
+        assert proof["bytes"] > 100_000
+        assert world_size == 1 or proof["collectives"] > 10

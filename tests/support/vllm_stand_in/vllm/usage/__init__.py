@@ -1,3 +1,0 @@
-# Copyright (c) 2026 The nemo_rl_moe authors.
-# SPDX-License-Identifier: Apache-2.0
-"""Who uses an engine."""
