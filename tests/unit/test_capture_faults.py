@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scorecard through files: faults planted into capture folders are found by the audit, and nothing before them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,12 @@ from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(repository_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the module `capture_faults`."""
+    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +37,6 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
             sequences.append(CapturedSequence(f"s{number}", 60, columns))
         writer.write(step, sequences)
     return folder
-
-
-@pytest.mark.parametrize(
-    ("fault", "text", "steps"),
-    [("token_shift", "routes are one token late", 1), ("dropped_rank", "the writer rank-1 has lacked 100%", 2)],
-)
-def test_a_planted_fault_is_found_in_files(
-    fault: str,
-    text: str,
-    steps: int,
-    capture: Path,
-    tmp_path: Path,
-    repository_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
-    from capture_faults import score_of_files
-
-    found = score_of_files(capture, fault, 6, tmp_path / "faulty")
-    assert found.reported.startswith(text)
-    assert (found.steps, found.false_alarms) == (steps, ())
 
 
 @pytest.fixture(scope="module")
@@ -77,34 +63,26 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "text", "steps"),
+    ("made", "fault", "turns", "text", "steps"),
     [
-        ("turn_ends", "the last token of 8 of 8 turns carries filler routes", 1),
-        ("lost_path", "8 of 8 sequences of 2 turns have no routes", 1),
-        ("stale_prefixes", "the engine's routes of prefixes have stood still", 2),
+        ("capture", "token_shift", 6, "^routes are one token late", 1),
+        ("capture", "dropped_rank", 6, "^the writer rank-1 has lacked 100%", 2),
+        ("conversations", "turn_ends", 3, "the last token of 8 of 8 turns carries filler routes", 1),
+        ("conversations", "lost_path", 3, "8 of 8 sequences of 2 turns have no routes", 1),
+        ("conversations", "stale_prefixes", 3, "the engine's routes of prefixes have stood still", 2),
     ],
 )
-def test_a_planted_fault_of_an_engine_is_found_in_files(
-    fault: str,
-    text: str,
-    steps: int,
-    conversations: Path,
-    tmp_path: Path,
-    repository_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_planted_fault_is_found_in_files(
+    made: str, fault: str, turns: int, text: str, steps: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
     from capture_faults import score_of_files
 
-    found = score_of_files(conversations, fault, 3, tmp_path / "faulty")
-    assert text in found.reported
+    found = score_of_files(request.getfixturevalue(made), fault, turns, tmp_path / "faulty")
+    assert re.search(text, found.reported)
     assert (found.steps, found.false_alarms) == (steps, ())
 
 
-def test_simulated_healthy_steps_have_no_finding(
-    conversations: Path, repository_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(repository_root / "benchmarks"))
+def test_simulated_healthy_steps_have_no_finding(conversations: Path) -> None:
     from capture_faults import simulated_alarms
 
     assert simulated_alarms([conversations], 20, seed=0) == []

@@ -138,18 +138,9 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--co
 # Shown together with the messages that it ends with.
 MEANT_TO_FAIL = "sft.max_num_step=10"
 EXAMPLE_ALGORITHM = REPOSITORY_ROOT / "examples" / "algorithms"
-LOADERS = {
-    "run": load_any_config,
-    "sft": load_config,
-    "dpo": load_dpo_config,
-    "grpo": load_grpo_config,
-    "ppo": load_any_config,
-    "distillation": load_any_config,
-    "config": load_any_config,
-    "data": load_any_config,
-    "evaluate": load_any_config,
-    "plan": load_any_config,
-}
+OF_ANY_ALGORITHM = ("run", "ppo", "distillation", "config", "data", "evaluate", "plan")
+LOADERS = dict.fromkeys(OF_ANY_ALGORITHM, load_any_config)
+LOADERS |= {"sft": load_config, "dpo": load_dpo_config, "grpo": load_grpo_config}
 
 
 def configurations(page: Path) -> dict[str, str]:

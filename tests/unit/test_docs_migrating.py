@@ -80,8 +80,5 @@ def test_the_table_of_the_site_has_every_row() -> None:
     assert "<!-- every key of NeMo-RL -->" in PAGE.read_text()
     assert [row.theirs for row in ROWS if f"| `{row.theirs}` |" not in table] == []
     assert [name for name in DATASETS if f"| `{name}` |" not in table] == []
-    (
-        head,
-        *_,
-    ) = table.splitlines()
+    (head, *_) = table.splitlines()
     assert head == "### Keys with a counterpart"

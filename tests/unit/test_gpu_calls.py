@@ -166,8 +166,7 @@ def train_as_on_a_gpu(kind: str) -> tuple[list[float], str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "moments"),
-    [("run", "torch.float32"), ("save_and_resume", "torch.bfloat16"), ("recipe", "torch.bfloat16")],
+    ("kind", "moments"), [("run", "torch.float32"), ("save_and_resume", "torch.bfloat16"), ("recipe", "torch.bfloat16")]
 )
 def test_a_call_trains_with_the_settings_of_a_gpu(kind: str, moments: str) -> None:
     ((losses, found),) = run_ranks_with_engine(train_as_on_a_gpu, 1, kind)

@@ -81,10 +81,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "float8 summed": (lambda: dist.all_reduce(torch.zeros(2).to(torch.float8_e5m2)), "adds none up"),
     "not contiguous": (lambda: dist.all_reduce(torch.zeros(2, 3).t()), "not contiguous"),
     "not contiguous message": (lambda: dist.send(torch.zeros(2, 3).t(), 1), "not contiguous"),
-    "two types": (
-        lambda: dist.all_gather_single(torch.zeros(4), torch.zeros(2, dtype=torch.float64)),
-        "several types",
-    ),
+    "two types": (lambda: dist.all_gather_single(torch.zeros(4), torch.zeros(2, dtype=torch.float64)), "several types"),
     "two types together": (
         lambda: coalesced({"tensor": torch.zeros(2)}, {"tensor": torch.zeros(2).double()}),
         "several types",
@@ -191,13 +188,7 @@ ORDERS: dict[str, tuple[tuple[Callable[[], Any], Callable[[], Any]], list[str]]]
         ["wait for ever", "rank 0: recv from rank 1"],
     ),
     "a barrier less": ((lambda: (dist.barrier(), dist.barrier()), dist.barrier), ["rank 0: barrier"]),
-    "another timeout": (
-        (
-            lambda: with_timeout(timedelta(1)),
-            lambda: with_timeout(timedelta(2)),
-        ),
-        ["1 day", "2 days"],
-    ),
+    "another timeout": ((lambda: with_timeout(timedelta(1)), lambda: with_timeout(timedelta(2))), ["1 day", "2 days"]),
 }
 
 

@@ -29,12 +29,17 @@ def values(printed: str) -> dict[str, str]:
     return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
 
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, str], str]:
+    """The rows of a plan that is printed without an error, and all that is printed."""
+    code, printed, errors = plan(capsys, *arguments)
+    assert (code, errors) == (0, "")
+    return values(printed), printed
+
+
 def test_dense_exemplar(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)
-    assert (code, errors) == (0, "")
+    rows, printed = planned(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)
     assert list(tmp_path.iterdir()) == []
-    rows = values(printed)
     assert rows["workers"] == "8 (1 node x 8 GPUs)"
     assert rows["data parallel (DP)"] == "8"
     assert rows["layers of stage 0"] == "0 to 27"
@@ -55,9 +60,7 @@ def test_dense_exemplar(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
 
 def test_experts_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=4"]
-    code, printed, errors = plan(capsys, "sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, *chosen)
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, printed = planned(capsys, "sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, *chosen)
     assert rows["expert parallel (EP)"] == "4"
     assert rows["experts of each MoE layer, a rank"] == "32 of 128"
     assert rows["copies of the experts"] == "1"
@@ -82,9 +85,7 @@ def test_interleaved_stages_and_plain_microbatches(
         f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
         "policy.train_micro_batch_size=16",
     ]
-    code, printed, errors = plan(capsys, "sft_tiny_moe.yaml", *chosen)
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, printed = planned(capsys, "sft_tiny_moe.yaml", *chosen)
     assert rows["pipeline parallel (PP)"] == "2, 2 pieces a stage"
     assert (rows["layers of stage 0"], rows["layers of stage 1"]) == ("0, 2; 2 with experts", "1, 3; 2 with experts")
     assert rows["microbatches of an update"] == "8 on each data-parallel rank"
@@ -97,9 +98,7 @@ def test_reference_weights_are_reported_where_there_are_any(capsys: pytest.Captu
 
 
 def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, errors = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B)
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, _ = planned(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B)
     assert rows["engines"] == "4, of 4 GPUs each"
     assert rows["weights of each rank (bfloat16)"] == "15.29"
     # 48 layers x 1 head x 128 x keys and values x 2 bytes x 4096 tokens.
@@ -148,9 +147,7 @@ def test_engine_of_vllm_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def test_copies_beside_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["policy.generation.backend=megatron_separate", "+cluster.roles.generation={gpus_per_node: 4}"]
-    code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen)
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, printed = planned(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen)
     assert rows["engines"] == "4, of 1 GPU each"
     # What the model has not taken of a card is the cache's.
     weights = float(rows["weights of each rank (bfloat16)"])
@@ -161,9 +158,7 @@ def test_copies_beside_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ranks_that_share_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [f"{MEGATRON}.context_parallel_size=4", "policy.generation.backend=vllm"]
-    code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen, "--target", "8xH100")
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, _ = planned(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen, "--target", "8xH100")
     assert (rows["data parallel (DP)"], rows["context parallel (CP)"]) == ("2", "4")
     # Over all eight ranks, as without.
     assert rows["optimizer: master weights and two moments (float32, sharded)"] == "2.58"
@@ -232,10 +227,7 @@ def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None
             ["grpo_math_1B.yaml", QWEN3_1_7B, f"{MEGATRON}.expert_model_parallel_size=2"],
             f"{MEGATRON}.expert_model_parallel_size: got 2, expected 1: the model has no experts",
         ),
-        (
-            ["grpo_math_1B.yaml"],
-            "policy.model_name: got 'Qwen/Qwen3-1.7B', which is no folder here, and config.json",
-        ),
+        (["grpo_math_1B.yaml"], "policy.model_name: got 'Qwen/Qwen3-1.7B', which is no folder here, and config.json"),
         (["grpo_math_1B.yaml", "policy.model_name=./nothing"], "policy.model_name: nothing not found"),
         (["sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, "sft.sed=1"], "sft.sed: unknown key"),
         (
@@ -258,9 +250,7 @@ def test_wrong_input_is_one_line_and_code_2(
 
 
 def test_the_30b_recipe_fits_eight_cards_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, errors = plan(capsys, "grpo_qwen3_30b_a3b_80gb.yaml", QWEN3_30B_A3B, "--target", "8xH100")
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, printed = planned(capsys, "grpo_qwen3_30b_a3b_80gb.yaml", QWEN3_30B_A3B, "--target", "8xH100")
     assert rows["workers"] == "8 (1 node x 8 GPUs)"
     # Each rank updates 3,624 million parameters of experts and an eighth of 1,541 million others, at 4 + 2 + 2 bytes.
     assert rows["optimizer: master weights (float32) and two moments (bfloat16, sharded)"] == "30.53"
@@ -280,9 +270,7 @@ ON_ONE_GPU = ("policy.megatron_cfg.expert_model_parallel_size=1", "--target", "1
 
 
 def test_adapters_of_the_30b_model_fit_two_cards_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, errors = plan(capsys, *LORA_RECIPE, "--target", "2xH100")
-    assert (code, errors) == (0, "")
-    rows = values(printed)
+    rows, printed = planned(capsys, *LORA_RECIPE, "--target", "2xH100")
     # 48 layers x rank 32 x (q 2048 + 4096, k and v 2048 + 512 each, o 4096 + 2048), whole on each worker.
     attention = 48 * 32 * (6144 + 2 * 2560 + 6144)
     # Of half of the 128 experts, three products between 2048 and 768.

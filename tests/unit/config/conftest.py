@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,15 +12,25 @@ from nemo_rl_moe.errors import ConfigurationError
 Problems = Callable[..., list[str]]
 
 
+def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
+    """The lines that a call is refused with."""
+    with pytest.raises(ConfigurationError) as caught:
+        call(*arguments, **options)
+    return caught.value.problems
+
+
 def problems_with(load: Callable[..., object], exemplar: str) -> Problems:
     """The lines that an exemplar, changed by overrides, is refused with."""
 
     def problems(*overrides: str, config: str | Path = exemplar, check_paths: bool = False) -> list[str]:
-        with pytest.raises(ConfigurationError) as caught:
-            load(config, overrides, check_paths=check_paths)
-        return caught.value.problems
+        return refused(load, config, overrides, check_paths=check_paths)
 
     return problems
+
+
+def about_keys(found: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Overrides, each with the line on its own key: the key, a colon, and what the table has for it."""
+    return [(override, f"{override.lstrip('+~').partition('=')[0]}: {rest}") for override, rest in found.items()]
 
 
 @pytest.fixture

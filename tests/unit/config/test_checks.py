@@ -3,158 +3,103 @@
 """Rules between settings: each is broken once and reported in exactly one line; layouts that work are let through."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_moe.config.loading import load_config
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
 TENSOR_2 = (f"{M}.tensor_model_parallel_size=2", f"{M}.sequence_parallel=true")
 PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
 
 
+REFUSED = {
+    "policy.train_global_batch_size=100": "got 100, expected a multiple of 128 (2 data-parallel ranks x"
+    " policy.train_micro_batch_size 64); nearest: 128",
+    f"{M}.sequence_parallel=true": f"true needs {M}.tensor_model_parallel_size above 1",
+    f"{M}.context_parallel_size=2": "got 2, expected 1 on CPUs (cluster.gpus_per_node 0): only Transformer Engine's"
+    " attention lets ranks share a sequence",
+    f"{M}.expert_tensor_parallel_size=2": "got 2, expected 1 (1 or the tensor parallel size)",
+    f"{M}.virtual_pipeline_model_parallel_size=2": f"2 needs {M}.pipeline_model_parallel_size above 1",
+    f"{M}.moe_router_force_hot_rank=1": f"got 1, expected a rank below {M}.expert_model_parallel_size = 1, or null",
+    f"{M}.optimizer.min_lr=0.1": "got 0.1, expected at most optimizer.lr = 0.003, or null for a tenth of it",
+}
+REFUSED_TOGETHER: dict[tuple[str, ...], str] = {
+    (f"{M}.env_vars={{RANK: '1', NCCL_DEBUG: INFO}}",): "policy.megatron_cfg.env_vars.RANK: got '1', expected no such"
+    " variable: the run sets it itself",
+    (
+        f"{M}.moe_token_dispatcher_type=flex",
+        f"{M}.moe_flex_dispatcher_backend=hybridep",
+    ): "policy.megatron_cfg.moe_flex_dispatcher_backend: got 'hybridep', expected 'deepep' or, with Megatron-Core 0.19,"
+    " policy.megatron_cfg.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the first batch, and"
+    " later batches may be larger",
+    (PIPELINE_2, "cluster.cpu_workers_per_node=3"): "cluster: 3 workers (num_nodes 1 x cpu_workers_per_node 3) cannot"
+    " be divided by 2 (policy.megatron_cfg: tensor_model_parallel_size 1 x pipeline_model_parallel_size 2 x"
+    " context_parallel_size 1); take a multiple of 2 workers",
+    (f"{M}.expert_model_parallel_size=4", "cluster.num_nodes=3", "policy.train_global_batch_size=384"): "cluster: 6"
+    " workers (num_nodes 3 x cpu_workers_per_node 2) cannot be divided by 4 (policy.megatron_cfg:"
+    " expert_model_parallel_size 4 x expert_tensor_parallel_size 1 x pipeline_model_parallel_size 1); take a multiple"
+    " of 4 workers",
+    ("policy.train_global_batch_size=101", "policy.dynamic_batching.enabled=true"): "policy.train_global_batch_size:"
+    " got 101, expected a multiple of 2 (2 data-parallel ranks); nearest: 100 or 102",
+    ("policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=true"): "policy.sequence_packing.enabled"
+    " and policy.dynamic_batching.enabled: only one of them can be true",
+    ("policy.sequence_packing.enabled=true", f"{M}.layer_spec=local"): "policy.sequence_packing.enabled: true cannot be"
+    f" used with {M}.layer_spec local, whose attention takes no packed rows; use auto",
+    (
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 63, train_mb_patches: null}",
+    ): "policy.sequence_packing.train_mb_tokens: got 63, expected at least policy.max_total_sequence_length = 64",
+    (f"{M}.tensor_model_parallel_size=2",): f"{M}.sequence_parallel: false cannot be used with"
+    f" {M}.tensor_model_parallel_size 2: MoE layers need true",
+    ("cluster.gpus_per_node=2", f"{M}.context_parallel_size=2", f"{M}.layer_spec=local"): f"{M}.context_parallel_size:"
+    f" got 2, expected 1 with {M}.layer_spec local: only Transformer Engine's attention lets ranks share a sequence",
+    (
+        *("cluster.gpus_per_node=3", f"{M}.context_parallel_size=3"),
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 64, train_mb_patches: null}",
+    ): "policy.sequence_packing.train_mb_tokens: got 64, expected at least policy.max_total_sequence_length, padded for"
+    f" {M}.context_parallel_size 3, = 66",
+    (PIPELINE_2, f"{M}.virtual_pipeline_model_parallel_size=1"): f"{M}.virtual_pipeline_model_parallel_size: got 1,"
+    " expected 2 or more, or null",
+    (
+        PIPELINE_2,
+        f"{M}.virtual_pipeline_model_parallel_size=2",
+        "policy.train_micro_batch_size=128",
+    ): "policy.train_global_batch_size: 128 makes 1 microbatches of 128 on each of 1 data-parallel ranks;"
+    f" {M}.virtual_pipeline_model_parallel_size 2 needs a multiple of 2",
+    (
+        f"{M}.moe_metrics.mode=detailed",
+        f"{M}.moe_metrics.detailed_every_steps=10",
+    ): f"{M}.moe_metrics.detailed_every_steps: got 10, expected null when {M}.moe_metrics.mode is detailed (on every"
+    " step); use mode brief for details on every Nth step",
+    (
+        f"{M}.moe_router_force_load_balancing=true",
+        f"{M}.moe_router_force_biased=-1.0",
+    ): f"{M}.moe_router_force_load_balancing and {M}.moe_router_force_biased: only one way of forced routing can be on",
+    (f"{M}.track_moe_metrics=false",): f"{M}.moe_per_layer_logging: true needs {M}.track_moe_metrics true",
+    (f"{M}.moe_layer_recompute=true", f"{M}.activation_checkpointing=full"): f"{M}.moe_layer_recompute: true"
+    f" contradicts {M}.activation_checkpointing full; leave it out and use activation_checkpointing: none, full or moe",
+    (f"{M}.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]",): f"{M}.moe_aux_loss_coeff: got one value, but"
+    f" {M}.moe_router_load_balancing_type is a list of 2; each type needs its own coefficient",
+    (f"{M}.scheduler.lr_decay_iters=20",): f"{M}.scheduler.lr_warmup_iters: got 20, expected less than"
+    " scheduler.lr_decay_iters = 20",
+}
+NO_GRADIENTS = {
+    (f"{M}.track_moe_metrics=false", f"{M}.moe_per_layer_logging=false"): f"{M}.track_moe_metrics false",
+    (f"{M}.freeze_moe_router=true",): f"{M}.freeze_moe_router true",
+    (f"{M}.moe_router_force_load_balancing=true",): "forced routing",
+}
+
+
+@pytest.mark.parametrize(("overrides", "reason"), NO_GRADIENTS.items())
+def test_gradients_need_a_router_that_learns(problems_of: Problems, overrides: tuple[str, ...], reason: str) -> None:
+    every = f"{M}.router_gradients.every_n_steps"
+    assert problems_of(f"{every}=5", *overrides) == [f"{every}: got 5, expected null with {reason}"]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            (f"{M}.env_vars={{RANK: '1', NCCL_DEBUG: INFO}}",),
-            "policy.megatron_cfg.env_vars.RANK: got '1', expected no such variable: the run sets it itself",
-        ),
-        (
-            (f"{M}.moe_token_dispatcher_type=flex", f"{M}.moe_flex_dispatcher_backend=hybridep"),
-            "policy.megatron_cfg.moe_flex_dispatcher_backend: got 'hybridep', expected 'deepep' or, with Megatron-Core"
-            " 0.19, policy.megatron_cfg.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the"
-            " first batch, and later batches may be larger",
-        ),
-        (
-            (PIPELINE_2, "cluster.cpu_workers_per_node=3"),
-            "cluster: 3 workers (num_nodes 1 x cpu_workers_per_node 3) cannot be divided by 2 (policy.megatron_cfg:"
-            " tensor_model_parallel_size 1 x pipeline_model_parallel_size 2 x context_parallel_size 1);"
-            " take a multiple of 2 workers",
-        ),
-        (
-            (f"{M}.expert_model_parallel_size=4", "cluster.num_nodes=3", "policy.train_global_batch_size=384"),
-            "cluster: 6 workers (num_nodes 3 x cpu_workers_per_node 2) cannot be divided by 4 (policy.megatron_cfg:"
-            " expert_model_parallel_size 4 x expert_tensor_parallel_size 1 x pipeline_model_parallel_size 1);"
-            " take a multiple of 4 workers",
-        ),
-        (
-            ("policy.train_global_batch_size=100",),
-            "policy.train_global_batch_size: got 100, expected a multiple of 128 (2 data-parallel ranks x"
-            " policy.train_micro_batch_size 64); nearest: 128",
-        ),
-        (
-            ("policy.train_global_batch_size=101", "policy.dynamic_batching.enabled=true"),
-            "policy.train_global_batch_size: got 101, expected a multiple of 2 (2 data-parallel ranks);"
-            " nearest: 100 or 102",
-        ),
-        (
-            ("policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=true"),
-            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled: only one of them can be true",
-        ),
-        (
-            ("policy.sequence_packing.enabled=true", f"{M}.layer_spec=local"),
-            f"policy.sequence_packing.enabled: true cannot be used with {M}.layer_spec local, whose attention takes no"
-            " packed rows; use auto",
-        ),
-        (
-            ("policy.sequence_packing={enabled: true, train_mb_tokens: 63, train_mb_patches: null}",),
-            "policy.sequence_packing.train_mb_tokens: got 63, expected at least policy.max_total_sequence_length = 64",
-        ),
-        (
-            (f"{M}.sequence_parallel=true",),
-            f"{M}.sequence_parallel: true needs {M}.tensor_model_parallel_size above 1",
-        ),
-        (
-            (f"{M}.tensor_model_parallel_size=2",),
-            f"{M}.sequence_parallel: false cannot be used with {M}.tensor_model_parallel_size 2: MoE layers need true",
-        ),
-        (
-            (f"{M}.context_parallel_size=2",),
-            f"{M}.context_parallel_size: got 2, expected 1 on CPUs (cluster.gpus_per_node 0): only Transformer Engine's"
-            " attention lets ranks share a sequence",
-        ),
-        (
-            ("cluster.gpus_per_node=2", f"{M}.context_parallel_size=2", f"{M}.layer_spec=local"),
-            f"{M}.context_parallel_size: got 2, expected 1 with {M}.layer_spec local: only Transformer Engine's"
-            " attention lets ranks share a sequence",
-        ),
-        (
-            (
-                *("cluster.gpus_per_node=3", f"{M}.context_parallel_size=3"),
-                "policy.sequence_packing={enabled: true, train_mb_tokens: 64, train_mb_patches: null}",
-            ),
-            "policy.sequence_packing.train_mb_tokens: got 64, expected at least policy.max_total_sequence_length,"
-            f" padded for {M}.context_parallel_size 3, = 66",
-        ),
-        (
-            (f"{M}.expert_tensor_parallel_size=2",),
-            f"{M}.expert_tensor_parallel_size: got 2, expected 1 (1 or the tensor parallel size)",
-        ),
-        (
-            (f"{M}.virtual_pipeline_model_parallel_size=2",),
-            f"{M}.virtual_pipeline_model_parallel_size: 2 needs {M}.pipeline_model_parallel_size above 1",
-        ),
-        (
-            (PIPELINE_2, f"{M}.virtual_pipeline_model_parallel_size=1"),
-            f"{M}.virtual_pipeline_model_parallel_size: got 1, expected 2 or more, or null",
-        ),
-        (
-            (PIPELINE_2, f"{M}.virtual_pipeline_model_parallel_size=2", "policy.train_micro_batch_size=128"),
-            f"policy.train_global_batch_size: 128 makes 1 microbatches of 128 on each of 1 data-parallel ranks;"
-            f" {M}.virtual_pipeline_model_parallel_size 2 needs a multiple of 2",
-        ),
-        (
-            (f"{M}.moe_metrics.mode=detailed", f"{M}.moe_metrics.detailed_every_steps=10"),
-            f"{M}.moe_metrics.detailed_every_steps: got 10, expected null when {M}.moe_metrics.mode is detailed"
-            " (on every step); use mode brief for details on every Nth step",
-        ),
-        (
-            (f"{M}.moe_router_force_load_balancing=true", f"{M}.moe_router_force_biased=-1.0"),
-            f"{M}.moe_router_force_load_balancing and {M}.moe_router_force_biased: only one way of forced routing can"
-            " be on",
-        ),
-        (
-            (f"{M}.moe_router_force_hot_rank=1",),
-            f"{M}.moe_router_force_hot_rank: got 1, expected a rank below {M}.expert_model_parallel_size = 1, or null",
-        ),
-        (
-            (f"{M}.track_moe_metrics=false",),
-            f"{M}.moe_per_layer_logging: true needs {M}.track_moe_metrics true",
-        ),
-        *(
-            (
-                (f"{M}.router_gradients.every_n_steps=5", *overrides),
-                f"{M}.router_gradients.every_n_steps: got 5, expected null with {reason}",
-            )
-            for overrides, reason in (
-                ((f"{M}.track_moe_metrics=false", f"{M}.moe_per_layer_logging=false"), f"{M}.track_moe_metrics false"),
-                ((f"{M}.freeze_moe_router=true",), f"{M}.freeze_moe_router true"),
-                ((f"{M}.moe_router_force_load_balancing=true",), "forced routing"),
-            )
-        ),
-        (
-            (f"{M}.moe_layer_recompute=true", f"{M}.activation_checkpointing=full"),
-            f"{M}.moe_layer_recompute: true contradicts {M}.activation_checkpointing full; leave it out and use"
-            " activation_checkpointing: none, full or moe",
-        ),
-        (
-            (f"{M}.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]",),
-            f"{M}.moe_aux_loss_coeff: got one value, but {M}.moe_router_load_balancing_type is a list of 2; each type"
-            " needs its own coefficient",
-        ),
-        (
-            (f"{M}.optimizer.min_lr=0.1",),
-            f"{M}.optimizer.min_lr: got 0.1, expected at most optimizer.lr = 0.003, or null for a tenth of it",
-        ),
-        (
-            (f"{M}.scheduler.lr_decay_iters=20",),
-            f"{M}.scheduler.lr_warmup_iters: got 20, expected less than scheduler.lr_decay_iters = 20",
-        ),
-    ],
+    ("overrides", "line"), [*(((override,), line) for override, line in about_keys(REFUSED)), *REFUSED_TOGETHER.items()]
 )
 def test_broken_rule_gives_its_one_line(problems_of: Problems, overrides: tuple[str, ...], line: str) -> None:
     problems = [problem for problem in problems_of(*overrides) if not _follows_from_context_parallel(problem, line)]
@@ -182,13 +127,7 @@ def _follows_from_context_parallel(problem: str, line: str) -> bool:
         (2, ("policy.dynamic_batching.enabled=true", "policy.train_global_batch_size=6")),
         (2, (f"{M}.moe_layer_recompute=true", f"{M}.activation_checkpointing=moe")),
         (2, (f"{M}.router_gradients={{every_n_steps: 5, num_microbatches: null}}",)),
-        (
-            2,
-            (
-                f"{M}.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]",
-                f"{M}.moe_aux_loss_coeff=[0.01, 0.001]",
-            ),
-        ),
+        (2, (f"{M}.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]", f"{M}.moe_aux_loss_coeff=[0.01, 0.001]")),
         (
             2,
             (

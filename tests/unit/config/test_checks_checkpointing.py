@@ -3,7 +3,7 @@
 """Rules of the `checkpointing` section: each is broken and reported in one line, with the nearest right value."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,80 +14,47 @@ from nemo_rl_moe.config.algorithm import metric_in_force
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.config.schema_run import format_duration, parse_duration
 from nemo_rl_moe.errors import ConfigurationError
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 C = "checkpointing"
 DURATION = 'expected DD:HH:MM:SS such as "00:03:30:00" (3 hours 30 minutes), or null'
 NO_VALIDATION = ("sft.val_period=0", "sft.val_at_end=false")
 
 
+REFUSED = {
+    f"{C}.metric_name=val/accuracy": "got 'val/accuracy', expected auto, val:NAME or train:NAME, or null; did you mean"
+    " val:accuracy?",
+    f"{C}.metric_name=accuracy": "got 'accuracy', expected auto, val:NAME or train:NAME, or null",
+    f"{C}.metric_name=atuo": "got 'atuo', expected auto, val:NAME or train:NAME, or null; did you mean auto?",
+    f"{C}.higher_is_better=false": f"false needs a metric of which less is better, such as {C}.metric_name val:loss;"
+    " got auto, which is val:accuracy",
+    f"{C}.metric_name=training.loss": "got 'training.loss', expected auto, val:NAME or train:NAME, or null; did you"
+    " mean train:loss?",
+    f"{C}.checkpoint_must_save_by='3:30:00'": f"got '3:30:00', {DURATION}; did you mean \"00:03:30:00\"?",
+    f"{C}.checkpoint_must_save_by='00:27:00:00'": f"got '00:27:00:00', {DURATION}; did you mean \"01:03:00:00\"?",
+    f"{C}.checkpoint_must_save_by=4h": f"got '4h', {DURATION}",
+    f"{C}.checkpoint_must_save_by='00:00:00:00'": "got '00:00:00:00', expected a time above 0 such as \"00:03:30:00\","
+    " or null",
+    f"{C}.checkpoint_must_save_by=1:00:00:00": "YAML reads 1:00:00:00 as 216000, a number to the base of 60; put a text"
+    " in quotes, or write 216000",
+    f"{C}.checkpoint_dir=/": "got /, expected a folder for this run's checkpoints alone",
+    f"{C}.keep_top_k=0": "got 0 (int), expected a whole number above 0 or null",
+    f"{C}.save_period=-1": "got -1 (int), expected a whole number from 0 up",
+    f"{C}.resume=newest": "got 'newest' (str), expected auto or never",
+    f"{C}.resume=nevre": "got 'nevre' (str), expected auto or never; did you mean never?",
+}
+REFUSED_TOGETHER: dict[tuple[str, ...], str] = {
+    NO_VALIDATION: f"{C}.metric_name: val:accuracy needs a validation, but sft.val_period is 0 and sft.val_at_end"
+    " false; switch one on, or set null (keep the newest) or train:NAME",
+    (f"{C}.enabled=false", f"{C}.checkpoint_must_save_by='00:01:00:00'"): f"{C}.checkpoint_must_save_by: needs"
+    f" {C}.enabled true; set null for no time limit",
+    (f"{C}.enabled=false", "cluster.max_restarts=3"): f"cluster.max_restarts: 3 needs {C}.enabled true: a restart goes"
+    " on from a checkpoint; set 0 for no restarts",
+}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            (f"{C}.metric_name=val/accuracy",),
-            f"{C}.metric_name: got 'val/accuracy', expected auto, val:NAME or train:NAME, or null;"
-            " did you mean val:accuracy?",
-        ),
-        (
-            (f"{C}.metric_name=accuracy",),
-            f"{C}.metric_name: got 'accuracy', expected auto, val:NAME or train:NAME, or null",
-        ),
-        (
-            (f"{C}.metric_name=atuo",),
-            f"{C}.metric_name: got 'atuo', expected auto, val:NAME or train:NAME, or null; did you mean auto?",
-        ),
-        (
-            (f"{C}.higher_is_better=false",),
-            f"{C}.higher_is_better: false needs a metric of which less is better, such as {C}.metric_name val:loss;"
-            " got auto, which is val:accuracy",
-        ),
-        (
-            (f"{C}.metric_name=training.loss",),
-            f"{C}.metric_name: got 'training.loss', expected auto, val:NAME or train:NAME, or null;"
-            " did you mean train:loss?",
-        ),
-        (
-            NO_VALIDATION,
-            f"{C}.metric_name: val:accuracy needs a validation, but sft.val_period is 0 and sft.val_at_end false;"
-            " switch one on, or set null (keep the newest) or train:NAME",
-        ),
-        (
-            (f"{C}.checkpoint_must_save_by='3:30:00'",),
-            f"{C}.checkpoint_must_save_by: got '3:30:00', {DURATION}; did you mean \"00:03:30:00\"?",
-        ),
-        (
-            (f"{C}.checkpoint_must_save_by='00:27:00:00'",),
-            f"{C}.checkpoint_must_save_by: got '00:27:00:00', {DURATION}; did you mean \"01:03:00:00\"?",
-        ),
-        ((f"{C}.checkpoint_must_save_by=4h",), f"{C}.checkpoint_must_save_by: got '4h', {DURATION}"),
-        (
-            (f"{C}.checkpoint_must_save_by='00:00:00:00'",),
-            f"{C}.checkpoint_must_save_by: got '00:00:00:00', expected a time above 0 such as \"00:03:30:00\", or null",
-        ),
-        (
-            (f"{C}.enabled=false", f"{C}.checkpoint_must_save_by='00:01:00:00'"),
-            f"{C}.checkpoint_must_save_by: needs {C}.enabled true; set null for no time limit",
-        ),
-        (
-            (f"{C}.enabled=false", "cluster.max_restarts=3"),
-            f"cluster.max_restarts: 3 needs {C}.enabled true: a restart goes on from a checkpoint; set 0 for no"
-            " restarts",
-        ),
-        (
-            (f"{C}.checkpoint_must_save_by=1:00:00:00",),
-            f"{C}.checkpoint_must_save_by: YAML reads 1:00:00:00 as 216000, a number to the base of 60; put a text in"
-            " quotes, or write 216000",
-        ),
-        (
-            (f"{C}.checkpoint_dir=/",),
-            f"{C}.checkpoint_dir: got /, expected a folder for this run's checkpoints alone",
-        ),
-        ((f"{C}.keep_top_k=0",), f"{C}.keep_top_k: got 0 (int), expected a whole number above 0 or null"),
-        ((f"{C}.save_period=-1",), f"{C}.save_period: got -1 (int), expected a whole number from 0 up"),
-        ((f"{C}.resume=newest",), f"{C}.resume: got 'newest' (str), expected auto or never"),
-        ((f"{C}.resume=nevre",), f"{C}.resume: got 'nevre' (str), expected auto or never; did you mean never?"),
-    ],
+    ("overrides", "line"), [*(((override,), line) for override, line in about_keys(REFUSED)), *REFUSED_TOGETHER.items()]
 )
 def test_broken_rule_gives_its_one_line(problems_of: Problems, overrides: tuple[str, ...], line: str) -> None:
     assert problems_of(*overrides) == [line]
@@ -133,13 +100,7 @@ def test_exemplars_keep_the_best_of_what_they_measure(name: str) -> None:
         (("env.reward.kind=math",), "val:accuracy"),
         (("env.reward.partial_credit=true",), "val:reward"),
         (("env.reward.kind=callable", "env.reward.function=a:b"), "val:reward"),
-        (
-            (
-                "env.driver.kind=function",
-                "env.driver.function=a:b",
-            ),
-            "val:reward",
-        ),
+        (("env.driver.kind=function", "env.driver.function=a:b"), "val:reward"),
         (("env.reward.kind=callable", "env.reward.function=a:b", f"{C}.metric_name=val:accuracy"), "val:accuracy"),
         ((f"{C}.metric_name=null",), None),
     ],

@@ -2,43 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DPO's settings are refused with."""
 
-from collections.abc import Callable
-
 import pytest
 
 from nemo_rl_moe.config.loading import load_dpo_config
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
+REFUSED = {
+    "dpo.preference_loss_type=apo": "got 'apo' (str), expected one of sigmoid, robust, hinge, ipo, apo_zero,",
+    "dpo.reference_logprobs=before": "got 'before' (str), expected in_step or precompute",
+    "dpo.reference_logprobs=beforehand": "got 'beforehand', which is now called precompute",
+    "dpo.reference_policy_kl_penalty=0.0": "got 0.0 (float), expected a number above 0",
+    "dpo.label_smoothing=0.5": "got 0.5 (float), expected a number from 0 up and below 0.5",
+    "dpo.beta=0.1": "unknown key",
+}
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (
-            "dpo.preference_loss_type=apo",
-            "dpo.preference_loss_type: got 'apo' (str), expected one of sigmoid, robust, hinge, ipo, apo_zero,",
-        ),
-        (
-            "dpo.reference_logprobs=before",
-            "dpo.reference_logprobs: got 'before' (str), expected in_step or precompute",
-        ),
-        (
-            "dpo.reference_logprobs=beforehand",
-            "dpo.reference_logprobs: got 'beforehand', which is now called precompute",
-        ),
-        (
-            "dpo.reference_policy_kl_penalty=0.0",
-            "dpo.reference_policy_kl_penalty: got 0.0 (float), expected a number above 0",
-        ),
-        (
-            "dpo.label_smoothing=0.5",
-            "dpo.label_smoothing: got 0.5 (float), expected a number from 0 up and below 0.5",
-        ),
+        *about_keys(REFUSED),
         (
             "dpo.preference_loss_weight=0.0",
             "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained",
         ),
-        ("dpo.beta=0.1", "dpo.beta: unknown key"),
     ],
 )
 def test_wrong_settings(dpo_problems_of: Problems, override: str, problem: str) -> None:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of `policy.lora`, each broken once; and targets that a model has no layer for."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.models.families.linear_targets import target_problems
 from tests.support.family_models import FAMILY_MODELS
+from tests.unit.config.conftest import Problems
 
-Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
 OVERLAPPING = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 
@@ -24,34 +23,22 @@ def lora(**changes: Any) -> str:
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
-    [
+    {
+        (lora(targets="[q_proj]"),): "policy.lora.experts: got per_expert, but policy.lora.targets has no layer of the"
+        " experts; expected policy.lora.experts none, or a target gate_proj, up_proj, down_proj or all-linear",
+        (lora(), "policy.freeze.language_model=true"): "policy.freeze.language_model: got true, expected false with"
+        " policy.lora, which freezes all weights",
+        (lora(targets="[all-linear, router]"), f"{M}.freeze_moe_router=true"): f"{M}.freeze_moe_router: got true,"
+        " expected false with router among policy.lora.targets",
+        (lora(), f"+{M}.moe_router_bias_update_rate=0.001"): f"{M}.moe_router_bias_update_rate: got 0.001, expected 0.0"
+        " or nothing with policy.lora, which leaves the expert bias as it is",
+        (lora(), f"+{M}.moe_shared_expert_overlap=true"): f"{M}.moe_shared_expert_overlap: got true, expected false"
+        " with policy.lora",
         (
-            (lora(targets="[q_proj]"),),
-            "policy.lora.experts: got per_expert, but policy.lora.targets has no layer of the experts; expected"
-            " policy.lora.experts none, or a target gate_proj, up_proj, down_proj or all-linear",
-        ),
-        (
-            (lora(), "policy.freeze.language_model=true"),
-            "policy.freeze.language_model: got true, expected false with policy.lora, which freezes all weights",
-        ),
-        (
-            (lora(targets="[all-linear, router]"), f"{M}.freeze_moe_router=true"),
-            f"{M}.freeze_moe_router: got true, expected false with router among policy.lora.targets",
-        ),
-        (
-            (lora(), f"+{M}.moe_router_bias_update_rate=0.001"),
-            f"{M}.moe_router_bias_update_rate: got 0.001, expected 0.0 or nothing with policy.lora, which leaves the"
-            " expert bias as it is",
-        ),
-        (
-            (lora(), f"+{M}.moe_shared_expert_overlap=true"),
-            f"{M}.moe_shared_expert_overlap: got true, expected false with policy.lora",
-        ),
-        (
-            (lora(), *(f"{M}.distributed_data_parallel_config.{name}=true" for name in OVERLAPPING)),
-            f"{M}.distributed_data_parallel_config.overlap_param_gather: got true, expected false with policy.lora",
-        ),
-    ],
+            lora(),
+            *(f"{M}.distributed_data_parallel_config.{name}=true" for name in OVERLAPPING),
+        ): f"{M}.distributed_data_parallel_config.overlap_param_gather: got true, expected false with policy.lora",
+    }.items(),
 )
 def test_a_broken_rule_is_one_line(problems_of: Problems, overrides: tuple[str, ...], line: str) -> None:
     assert problems_of(*overrides) == [line]

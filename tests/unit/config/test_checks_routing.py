@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router settings that contradict each other or the algorithm, and what they are refused with."""
 
+from collections.abc import Callable
+
 import pytest
 
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
@@ -36,21 +38,14 @@ def test_a_negative_capacity_is_none() -> None:
     load_grpo_config("grpo_tiny_moe.yaml", [f"{M}.moe_expert_capacity_factor=-1.0"], check_paths=False)
 
 
-def test_a_balancing_loss_is_listed_once() -> None:
-    problems = problems_with(load_config, "sft_tiny_moe.yaml")(
-        f"{M}.moe_router_load_balancing_type=[aux_loss, seq_aux_loss, aux_loss]",
-        f"{M}.moe_aux_loss_coeff=[0.1, 0.2, 0.3]",
-    )
-    assert problems == [
-        f"{M}.moe_router_load_balancing_type: got aux_loss 2 times, expected it once, with the sum of its coefficients"
-    ]
+LISTS = {
+    "[aux_loss, seq_aux_loss, aux_loss]": "got aux_loss 2 times, expected it once, with the sum of its coefficients",
+    "[aux_loss, sinkhorn]": "got sinkhorn in a list, expected aux_loss, seq_aux_loss and global_aux_loss"
+    " there; sinkhorn must be the only type",
+}
 
 
-def test_a_list_holds_losses_alone() -> None:
-    problems = problems_with(load_config, "sft_tiny_moe.yaml")(
-        f"{M}.moe_router_load_balancing_type=[aux_loss, sinkhorn]", f"{M}.moe_aux_loss_coeff=[0.1, 0.0]"
-    )
-    assert problems == [
-        f"{M}.moe_router_load_balancing_type: got sinkhorn in a list, expected aux_loss, seq_aux_loss and"
-        " global_aux_loss there; sinkhorn must be the only type"
-    ]
+@pytest.mark.parametrize("kinds", LISTS)
+def test_a_list_holds_losses_alone_and_each_once(problems_of: Callable[..., list[str]], kinds: str) -> None:
+    key, coefficients = f"{M}.moe_router_load_balancing_type", [0.1] * len(kinds.split(","))
+    assert problems_of(f"{key}={kinds}", f"{M}.moe_aux_loss_coeff={coefficients}") == [f"{key}: {LISTS[kinds]}"]

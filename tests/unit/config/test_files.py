@@ -4,7 +4,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.overrides import resolve
 from nemo_rl_moe.errors import ConfigurationError
-
-Problems = Callable[..., list[str]]
+from tests.unit.config.conftest import Problems, refused
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -25,9 +23,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def problem_of(path: Path) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        read_with_defaults(path)
-    (problem,) = caught.value.problems
+    (problem,) = refused(read_with_defaults, path)
     assert "\n" not in problem
     return problem
 
@@ -52,11 +48,8 @@ def test_a_file_that_two_parents_share_is_no_circle(tmp_path: Path) -> None:
     write(tmp_path, "root.yaml", "a: 1")
     write(tmp_path, "left.yaml", "defaults: root.yaml\nb: 1")
     write(tmp_path, "right.yaml", "defaults: root.yaml\nc: 1")
-    assert read_with_defaults(write(tmp_path, "m.yaml", "defaults: [left.yaml, right.yaml]")) == {
-        "a": 1,
-        "b": 1,
-        "c": 1,
-    }
+    both = write(tmp_path, "m.yaml", "defaults: [left.yaml, right.yaml]")
+    assert read_with_defaults(both) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_circle(tmp_path: Path) -> None:
@@ -121,14 +114,8 @@ def test_unreadable_files(tmp_path: Path, problems_of: Problems) -> None:
 
 def test_empty_file_lacks_every_section(tmp_path: Path, problems_of: Problems) -> None:
     problems = problems_of(config=write(tmp_path, "empty.yaml", ""))
-    assert [problem.split(":")[0] for problem in problems] == [
-        "checkpointing",
-        "policy",
-        "logger",
-        "cluster",
-        "data",
-        "sft",
-    ]
+    sections = ["checkpointing", "policy", "logger", "cluster", "data", "sft"]
+    assert [problem.split(":")[0] for problem in problems] == sections
 
 
 def test_no_code_runs(tmp_path: Path) -> None:
@@ -151,12 +138,7 @@ def test_interpolation_of_values_sections_neighbours_and_in_text() -> None:
     config = {"a": {"b": 3, "c": "${.b}", "d": "${..e}"}, "e": "v${a.b}", "f": "${a}", "g": "${e}-${e}"}
     resolved, problems = resolve(config)
     assert problems == {}
-    assert resolved == {
-        "a": {"b": 3, "c": 3, "d": "v3"},
-        "e": "v3",
-        "f": {"b": 3, "c": 3, "d": "v3"},
-        "g": "v3-v3",
-    }
+    assert resolved == {"a": {"b": 3, "c": 3, "d": "v3"}, "e": "v3", "f": {"b": 3, "c": 3, "d": "v3"}, "g": "v3-v3"}
 
 
 def test_interpolations_in_a_circle_and_to_nowhere() -> None:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user of GRPO reads after a wrong key, type, value or command, and the keys that are theirs to choose."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,59 +9,60 @@ import pytest
 from nemo_rl_moe.config.environments.rewards import CallableConfig, ReasoningGymConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
+REFUSED = {
+    "grpo.num_prompt_per_step=4": "unknown key; did you mean grpo.num_prompts_per_step?",
+    "+grpo.adv_estimator.leave_one_out_baseline=true": "unknown key; did you mean"
+    " grpo.adv_estimator.use_leave_one_out_baseline?",
+    "loss_fn.ratio_clip=0.1": "unknown key; did you mean loss_fn.ratio_clip_c?",
+    "policy.generation.max_tokens=9": "unknown key; did you mean policy.generation.max_new_tokens?",
+    "env.timeout=3": "unknown key; did you mean env.reward.timeout_s?",
+    "grpo.async_grpo.enabled=true": "unknown key; NeMo-RL's grpo.async_grpo.enabled is grpo.rollouts.mode here"
+    " (`synchronous` or `asynchronous`)",
+    "grpo.seq_logprob_error_threshold=2": "unknown key; NeMo-RL has it, without a counterpart here:"
+    " `loss_fn.importance_sampling_correction: sequence_mask` leaves out responses that training disagrees with",
+    "data.promt_key=x": "unknown key; did you mean data.prompt_key?",
+    "logger.num_samples_to_prin=3": "unknown key; did you mean logger.num_samples_to_print?",
+    "env.reward.tsak=x": "unknown key; did you mean env.reward.task?",
+    "grpo.num_generations_per_prompt=0": "got 0 (int), expected a whole number above 0",
+    "grpo.adv_estimator.name=rloo": "got 'rloo' (str), expected one of grpo, turn_grpo, gdpo, reinforce_plus_plus,"
+    " reinforce_plus_plus_baseline, reinforce, gae or package.module:name",
+    "env.reward_weight={a: 1.0}": "unknown key; did you mean env.reward_weights?",
+    "env.reward_weights=[1.0]": "got [1.0] (list), expected a section or null",
+    "loss_fn.objective=cipso": "got 'cipso' (str), expected one of clipped, cispo, reinforce or package.module:name;"
+    " did you mean cispo?",
+    "loss_fn.ratio_clip_min=1.1": "got 1.1 (float), expected a number from 0 to 1",
+    "loss_fn.kl_output_clamp_value=0.0": "got 0.0 (float), expected a number above 0 and up to 1000000000 or null",
+    "loss_fn.ratio_clip_c=0.5": "got 0.5 (float), expected a number from 1 to 1000000000 or null",
+    "loss_fn.force_on_policy_ratio=true": "got true (bool), expected one of auto, always, never",
+    "loss_fn.reference_policy_kl_type=k4": "got 'k4' (str), expected one of k1, k2, k3",
+    "policy.generation.top_p=1.1": "got 1.1 (float), expected a number above 0 and up to 1",
+    "policy.generation.top_p=0": "got 0 (int), expected a number above 0 and up to 1",
+    "policy.generation.temperature=0": "got 0 (int), expected a number from 0.01 to 100",
+    "policy.generation.stop_token_ids=[1, -1]": "got [1, -1] (list), expected a list of whole numbers or null",
+    "policy.generation.stop_strings=stop": "got 'stop' (str), expected a list of texts or null",
+    "logger.backends=[csv]": "got ['csv'] (list), expected a list of package.module:name",
+    "policy.generation.backend=megatorn": "got 'megatorn' (str), expected one of megatron, megatron_separate, vllm or"
+    " package.module:name; did you mean megatron?",
+    "env.reward.kind=maths": "got 'maths' (str), expected one of math, exact, reasoning_gym, callable, judge,"
+    " reward_model, custom; did you mean math?",
+    "env.driver.kind=tool": "got 'tool' (str), expected one of single_turn, function, tools, agent, verifiers,"
+    " verifiers_v1, openenv; did you mean tools?",
+    "env.reward.timeout_s=.inf": "got inf (float), expected a finite number above 0 and up to 100000000",
+    "env.reward.parameters=3": "got 3 (int), expected a section",
+    "env.reward=math": "got 'math' (str), expected a section with kind: math, exact, reasoning_gym, callable, judge,"
+    " reward_model, custom or null",
+    "env.reasoning_gym.task=x": "is now called env.reward.task (with reward.kind reasoning_gym)",
+    "~data.answer_key": "missing; expected text that is not empty",
+    "sft.seed=1": "unknown key; did you mean grpo.seed?",
+}
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (
-            "grpo.num_prompt_per_step=4",
-            "grpo.num_prompt_per_step: unknown key; did you mean grpo.num_prompts_per_step?",
-        ),
-        (
-            "+grpo.adv_estimator.leave_one_out_baseline=true",
-            "grpo.adv_estimator.leave_one_out_baseline: unknown key; did you mean"
-            " grpo.adv_estimator.use_leave_one_out_baseline?",
-        ),
-        ("loss_fn.ratio_clip=0.1", "loss_fn.ratio_clip: unknown key; did you mean loss_fn.ratio_clip_c?"),
-        (
-            "policy.generation.max_tokens=9",
-            "policy.generation.max_tokens: unknown key; did you mean policy.generation.max_new_tokens?",
-        ),
-        ("env.timeout=3", "env.timeout: unknown key; did you mean env.reward.timeout_s?"),
-        (
-            "grpo.async_grpo.enabled=true",
-            "grpo.async_grpo.enabled: unknown key; NeMo-RL's grpo.async_grpo.enabled is grpo.rollouts.mode here"
-            " (`synchronous` or `asynchronous`)",
-        ),
-        (
-            "grpo.seq_logprob_error_threshold=2",
-            "grpo.seq_logprob_error_threshold: unknown key; NeMo-RL has it, without a counterpart here:"
-            " `loss_fn.importance_sampling_correction: sequence_mask` leaves out responses that training disagrees"
-            " with",
-        ),
-        ("data.promt_key=x", "data.promt_key: unknown key; did you mean data.prompt_key?"),
-        (
-            "logger.num_samples_to_prin=3",
-            "logger.num_samples_to_prin: unknown key; did you mean logger.num_samples_to_print?",
-        ),
-        (
-            "env.reward.tsak=x",
-            "env.reward.tsak: unknown key; did you mean env.reward.task?",
-        ),
-        (
-            "grpo.num_generations_per_prompt=0",
-            "grpo.num_generations_per_prompt: got 0 (int), expected a whole number above 0",
-        ),
-        (
-            "grpo.adv_estimator.name=rloo",
-            "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, turn_grpo, gdpo,"
-            " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce, gae or package.module:name",
-        ),
-        ("env.reward_weight={a: 1.0}", "env.reward_weight: unknown key; did you mean env.reward_weights?"),
-        ("env.reward_weights=[1.0]", "env.reward_weights: got [1.0] (list), expected a section or null"),
+        *about_keys(REFUSED),
         (
             "env.reward_weights={a: high}",
             "env.reward_weights.a: got 'high' (str), expected a number from -1000000 to 1000000",
@@ -76,83 +76,6 @@ Problems = Callable[..., list[str]]
             "env.reward_weights.a/b: got the name 'a/b', expected letters, digits, underscores, hyphens and dots, at"
             " most 100",
         ),
-        (
-            "loss_fn.objective=cipso",
-            "loss_fn.objective: got 'cipso' (str), expected one of clipped, cispo, reinforce or package.module:name;"
-            " did you mean cispo?",
-        ),
-        (
-            "loss_fn.ratio_clip_min=1.1",
-            "loss_fn.ratio_clip_min: got 1.1 (float), expected a number from 0 to 1",
-        ),
-        (
-            "loss_fn.kl_output_clamp_value=0.0",
-            "loss_fn.kl_output_clamp_value: got 0.0 (float), expected a number above 0 and up to 1000000000 or null",
-        ),
-        (
-            "loss_fn.ratio_clip_c=0.5",
-            "loss_fn.ratio_clip_c: got 0.5 (float), expected a number from 1 to 1000000000 or null",
-        ),
-        (
-            "loss_fn.force_on_policy_ratio=true",
-            "loss_fn.force_on_policy_ratio: got true (bool), expected one of auto, always, never",
-        ),
-        (
-            "loss_fn.reference_policy_kl_type=k4",
-            "loss_fn.reference_policy_kl_type: got 'k4' (str), expected one of k1, k2, k3",
-        ),
-        (
-            "policy.generation.top_p=1.1",
-            "policy.generation.top_p: got 1.1 (float), expected a number above 0 and up to 1",
-        ),
-        ("policy.generation.top_p=0", "policy.generation.top_p: got 0 (int), expected a number above 0 and up to 1"),
-        (
-            "policy.generation.temperature=0",
-            "policy.generation.temperature: got 0 (int), expected a number from 0.01 to 100",
-        ),
-        (
-            "policy.generation.stop_token_ids=[1, -1]",
-            "policy.generation.stop_token_ids: got [1, -1] (list), expected a list of whole numbers or null",
-        ),
-        (
-            "policy.generation.stop_strings=stop",
-            "policy.generation.stop_strings: got 'stop' (str), expected a list of texts or null",
-        ),
-        ("logger.backends=[csv]", "logger.backends: got ['csv'] (list), expected a list of package.module:name"),
-        (
-            "policy.generation.backend=megatorn",
-            "policy.generation.backend: got 'megatorn' (str), expected one of megatron, megatron_separate, vllm or"
-            " package.module:name; did you mean megatron?",
-        ),
-        (
-            "env.reward.kind=maths",
-            "env.reward.kind: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, judge,"
-            " reward_model, custom; did you mean math?",
-        ),
-        (
-            "env.driver.kind=tool",
-            "env.driver.kind: got 'tool' (str), expected one of single_turn, function, tools, agent, verifiers,"
-            " verifiers_v1, openenv; did you mean tools?",
-        ),
-        (
-            "env.reward.timeout_s=.inf",
-            "env.reward.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000",
-        ),
-        (
-            "env.reward.parameters=3",
-            "env.reward.parameters: got 3 (int), expected a section",
-        ),
-        (
-            "env.reward=math",
-            "env.reward: got 'math' (str), expected a section with kind: math, exact, reasoning_gym, callable, judge,"
-            " reward_model, custom or null",
-        ),
-        (
-            "env.reasoning_gym.task=x",
-            "env.reasoning_gym.task: is now called env.reward.task (with reward.kind reasoning_gym)",
-        ),
-        ("~data.answer_key", "data.answer_key: missing; expected text that is not empty"),
-        ("sft.seed=1", "sft.seed: unknown key; did you mean grpo.seed?"),
     ],
 )
 def test_one_wrong_input_gives_its_line(grpo_problems_of: Problems, override: str, line: str) -> None:

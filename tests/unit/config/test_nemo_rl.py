@@ -68,6 +68,7 @@ policy:
   logprob_batch_size: 2
   generation: {backend: vllm, max_new_tokens: 512, temperature: 1.0, vllm_cfg: {tensor_parallel_size: 4}}
 """
+SFT = {"max_num_epochs": 1, "val_period": 5, "val_batches": 8, "val_global_batch_size": 32, "seed": 1}
 
 
 def write(folder: Path, *parts: str, name: str = "theirs.yaml", **changes: Any) -> Path:
@@ -206,11 +207,10 @@ def test_the_reward_s_divergence_is_k1_s_and_objectives_are_named(tmp_path: Path
 
 def test_a_line_without_factors_is_pytorch_s_warm_up(tmp_path: Path) -> None:
     """`LinearLR` begins at a third of the rate and ends at the whole of it."""
-    sft = {"max_num_epochs": 1, "val_period": 5, "val_batches": 8, "val_global_batch_size": 32, "seed": 1}
     path = write(
         tmp_path,
         COMMON,
-        sft=sft,
+        sft=SFT,
         policy__megatron_cfg__enabled=False,
         policy__dtensor_cfg={"enabled": True, "tensor_parallel_size": 1},
         policy__optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 5.0e-6}},
@@ -222,14 +222,13 @@ def test_a_line_without_factors_is_pytorch_s_warm_up(tmp_path: Path) -> None:
 
 
 def test_pytorch_s_engine_gives_layout_optimizer_and_schedule(tmp_path: Path) -> None:
-    sft = {"max_num_epochs": 1, "val_period": 5, "val_batches": 8, "val_global_batch_size": 32, "seed": 1}
     linear = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 20}}
     cosine = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 80, "eta_min": 1.0e-7}}
     adam = {"lr": 5.0e-6, "betas": [0.9, 0.98], "eps": 1.0e-5, "weight_decay": 0.1}
     path = write(
         tmp_path,
         COMMON,
-        sft=sft,
+        sft=SFT,
         checkpointing__metric_name="val:val_loss",
         policy__megatron_cfg__enabled=False,
         policy__dtensor_cfg={"enabled": True, "tensor_parallel_size": 4, "context_parallel_size": 2},
@@ -262,41 +261,34 @@ def test_pytorch_s_engine_gives_layout_optimizer_and_schedule(tmp_path: Path) ->
 
 def test_what_only_grpo_has_here_is_reported_in_sft_and_nothing_else(tmp_path: Path) -> None:
     """`policy.offload_optimizer_for_logprob` is in every file of theirs, false in most."""
-    sft = {"max_num_epochs": 1, "val_period": -1, "val_batches": 8, "val_global_batch_size": 32, "seed": 1}
+    never = SFT | {"val_period": -1}
     samples = {"data__train": {"dataset_name": "tulu3_sft_mixture"}}
-    off = translate(write(tmp_path, COMMON, sft=sft, policy__offload_optimizer_for_logprob=False, **samples))
+    off = translate(write(tmp_path, COMMON, sft=never, policy__offload_optimizer_for_logprob=False, **samples))
     assert problems_of_translation(off) == []
     assert off.values["sft.val_period"] == 0
     assert "policy.offload_optimizer_for_logprob: false" in off.idle
-    on = translate(write(tmp_path, COMMON, sft=sft, policy__offload_optimizer_for_logprob=True))
+    on = translate(write(tmp_path, COMMON, sft=never, policy__offload_optimizer_for_logprob=True))
     assert any(line.startswith("policy.offload_optimizer_for_logprob: true: ") for line in on.without)
     assert grpo(tmp_path, policy__offload_optimizer_for_logprob=True).values["policy.offload_optimizer_for_logprob"]
 
 
-def test_the_optimizer_s_memory_is_carried_over(tmp_path: Path) -> None:
-    chosen = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-    translation = grpo(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in chosen.items()})
-    found = {key: translation.values.get(f"policy.megatron_cfg.optimizer.{key}") for key in chosen}
-    assert found == chosen
-    assert problems_of_translation(translation) == []
+OFFLOAD = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+OFFLOAD_OF_NOTHING = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "exp_avg_dtype": "torch.float32",
+}
+NO_OFFLOAD = dict.fromkeys(OFFLOAD_OF_NOTHING) | {"optimizer_cpu_offload": False, "exp_avg_dtype": "float32"}
 
 
-def test_offload_of_nothing_is_none(tmp_path: Path) -> None:
-    chosen = {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": 0.0,
-        "overlap_cpu_optimizer_d2h_h2d": True,
-        "exp_avg_dtype": "torch.float32",
-    }
+@pytest.mark.parametrize(("chosen", "expected"), [(OFFLOAD, OFFLOAD), (OFFLOAD_OF_NOTHING, NO_OFFLOAD)])
+def test_the_optimizer_s_memory_is_carried_over(
+    tmp_path: Path, chosen: dict[str, Any], expected: dict[str, Any]
+) -> None:
     translation = grpo(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in chosen.items()})
-    found = {key: translation.values.get(f"policy.megatron_cfg.optimizer.{key}") for key in chosen}
-    assert found == {
-        "optimizer_cpu_offload": False,
-        "optimizer_offload_fraction": None,
-        "overlap_cpu_optimizer_d2h_h2d": None,
-        "exp_avg_dtype": "float32",
-    }
-    assert any("offloads nothing" in line for line in translation.changed)
+    assert {key: translation.values.get(f"policy.megatron_cfg.optimizer.{key}") for key in chosen} == expected
+    assert any("offloads nothing" in line for line in translation.changed) is (chosen is OFFLOAD_OF_NOTHING)
     assert problems_of_translation(translation) == []
 
 
@@ -364,28 +356,19 @@ def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [
-        ("sft: [", "not valid YAML"),
-        ("just a text", "expected sections such as"),
-        ("defaults: sft.yaml", "no such file in"),
-        ("sft: {seed: 1}\npolicy: {model_name: x}", "not a configuration of NeMo-RL"),
-        (
-            "rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}",
-            "expected one section of sft, dpo, grpo, ppo, distillation: got rm",
-        ),
-        (
-            "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}, model_name: '${no.such.key}'}",
-            "no.such.key",
-        ),
-        (
-            "sft: {seed: 1}\npolicy: {dtensor_cfg: {enabled: true}, optimizer: {kwargs: {betas: 3}}}",
-            "a value has another form than in NeMo-RL",
-        ),
-        (
-            "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}",
-            "policy.megatron_cfg.optimizer._override_: only supported directly in a top-level section",
-        ),
-    ],
+    {
+        "sft: [": "not valid YAML",
+        "just a text": "expected sections such as",
+        "defaults: sft.yaml": "no such file in",
+        "sft: {seed: 1}\npolicy: {model_name: x}": "not a configuration of NeMo-RL",
+        "rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}": "expected one section of sft, dpo, grpo, ppo,"
+        " distillation: got rm",
+        "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}, model_name: '${no.such.key}'}": "no.such.key",
+        "sft: {seed: 1}\npolicy: {dtensor_cfg: {enabled: true}, optimizer: {kwargs: {betas: 3}}}": "a value has another"
+        " form than in NeMo-RL",
+        "sft: {}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}": "policy.megatron_cfg."
+        "optimizer._override_: only supported directly in a top-level section",
+    }.items(),
 )
 def test_what_is_not_theirs_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str

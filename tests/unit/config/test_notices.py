@@ -41,23 +41,15 @@ def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "num_steps", "line"),
     [
-        (
-            "grpo",
-            2,
-            "grpo.max_num_epochs: 1 ends the run after 2 steps, before grpo.max_num_steps: 10; more epochs make it"
-            " longer",
-        ),
-        (
-            "sft",
-            1,
-            "sft.max_num_epochs: 1 ends the run after 1 step, before sft.max_num_steps: 10; more epochs make it longer",
-        ),
+        ("grpo", 2, "1 ends the run after 2 steps, before grpo.max_num_steps: 10; more epochs make it longer"),
+        ("sft", 1, "1 ends the run after 1 step, before sft.max_num_steps: 10; more epochs make it longer"),
         ("grpo", 10, None),
     ],
 )
 def test_epochs_that_end_a_run_before_its_steps_are_said(algorithm: str, num_steps: int, line: str | None) -> None:
     found = lines(algorithm, f"{algorithm}.max_num_steps=10", num_steps=num_steps)
-    assert [text for text in found if "max_num_epochs" in text] == ([line] if line else [])
+    expected = [f"{algorithm}.max_num_epochs: {line}"] if line else []
+    assert [text for text in found if "max_num_epochs" in text] == expected
 
 
 def test_epochs_alone_are_no_surprise() -> None:
@@ -65,57 +57,42 @@ def test_epochs_alone_are_no_surprise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "num_samples", "num_steps", "line"),
+    ("algorithm", "num_samples", "num_steps", "left_out"),
     [
         # 16 prompts a step: 40 fill two steps.
-        (
-            "grpo",
-            40,
-            2,
-            "8 of 40 prompts of each epoch are left out: a step takes 16 of them (grpo.num_prompts_per_step), and the"
-            " last 8 fill no step",
-        ),
+        ("grpo", 40, 2, ("8 of 40 prompts", "16 of them (grpo.num_prompts_per_step)", 8)),
         ("grpo", 40, 1, None),  # the run ends within the epoch
         ("grpo", 48, 3, None),
         ("grpo", 1608, 200, None),  # 8 of 1608 are less than one in a hundred
-        (
-            "sft",
-            200,
-            1,
-            "72 of 200 samples of each epoch are left out: a step takes 128 of them (policy.train_global_batch_size),"
-            " and the last 72 fill no step",
-        ),
-        (
-            "dpo",
-            100,
-            3,
-            "4 of 100 pairs of each epoch are left out: a step takes 32 of them (policy.train_global_batch_size), and"
-            " the last 4 fill no step",
-        ),
+        ("sft", 200, 1, ("72 of 200 samples", "128 of them (policy.train_global_batch_size)", 72)),
+        ("dpo", 100, 3, ("4 of 100 pairs", "32 of them (policy.train_global_batch_size)", 4)),
     ],
 )
 def test_samples_that_fill_no_step_are_counted(
-    algorithm: str, num_samples: int, num_steps: int, line: str | None
+    algorithm: str, num_samples: int, num_steps: int, left_out: tuple[str, str, int] | None
 ) -> None:
     size = {"dpo": ["policy.train_global_batch_size=32", "policy.train_micro_batch_size=16"]}.get(algorithm, [])
     config: Any = load_any_config(OF_ALGORITHM[algorithm], size, check_paths=False)
-    assert [text for text in notices(config, num_steps, num_samples) if "left out" in text] == ([line] if line else [])
+    found = [text for text in notices(config, num_steps, num_samples) if "left out" in text]
+    form = "{} of each epoch are left out: a step takes {}, and the last {} fill no step"
+    assert found == ([form.format(*left_out)] if left_out else [])
 
 
-def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
-    config: Any = load_any_config("ppo_tiny_moe.yaml", ["value.lr_warmup_iters=40"], check_paths=False)
-    assert [line for line in notices(config, 30) if "warming" in line] == [
-        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so the"
-        " learning rate ends at 75% of lr"
-    ]
+WARMUP = "policy.megatron_cfg.scheduler.lr_warmup_iters"
 
 
-def test_a_policy_that_trains_after_its_critic_warms_up_in_the_steps_that_are_left() -> None:
-    overrides = ["ppo.policy_training_start_step=24", "policy.megatron_cfg.scheduler.lr_warmup_iters=8"]
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["value.lr_warmup_iters=40"], "30 of the 40 steps of value.lr_warmup_iters"),
+        (["ppo.policy_training_start_step=24", f"{WARMUP}=8"], f"6 of the 8 steps of {WARMUP}"),
+    ],
+    ids=["a critic, by its own key", "a policy that trains after its critic, in the steps that are left"],
+)
+def test_what_only_warms_up_is_reported(overrides: list[str], steps: str) -> None:
     config: Any = load_any_config("ppo_tiny_moe.yaml", overrides, check_paths=False)
     assert [line for line in notices(config, 30) if "warming" in line] == [
-        "the learning rate is still warming up when the run ends: 6 of the 8 steps of"
-        " policy.megatron_cfg.scheduler.lr_warmup_iters, so the learning rate ends at 75% of lr"
+        f"the learning rate is still warming up when the run ends: {steps}, so the learning rate ends at 75% of lr"
     ]
 
 

@@ -11,6 +11,9 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.validation import keys_around
+from tests.unit.config.conftest import about_keys
+
+GENERATION = "cluster.roles.generation"
 
 
 def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
@@ -24,10 +27,7 @@ def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
 def test_key_must_exist_in_the_file_or_the_schema() -> None:
     changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1", "a.zzz=1"], lambda *_: ["a.new"])
     assert changed == {"a": {"bcd": 1, "new": 1}}
-    assert problems == [
-        "a.bce: unknown key; did you mean a.bcd?",
-        "a.zzz: unknown key; allowed here: new, bcd",
-    ]
+    assert problems == ["a.bce: unknown key; did you mean a.bcd?", "a.zzz: unknown key; allowed here: new, bcd"]
 
 
 def test_a_value_can_be_null_and_a_section_can_be_replaced() -> None:
@@ -75,43 +75,32 @@ def test_other_references_are_left_to_omegaconf(text: str) -> None:
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
-        (
-            "cluster.roles.generation.cpu_workers_per_node=1",
-            ("cluster", "roles", "generation"),
-            {"cpu_workers_per_node": 1},
-        ),
-        (
-            "policy.megatron_cfg.env_vars.NCCL_DEBUG=INFO",
-            ("policy", "megatron_cfg", "env_vars"),
-            {"NCCL_DEBUG": "INFO"},
-        ),
-        ("env.driver.parameters.python.timeout_s=3", ("env", "driver", "parameters"), {"python": {"timeout_s": 3}}),
-        ("env.reward.parameters.a.b.c=3", ("env", "reward", "parameters"), {"a": {"b": {"c": 3}}}),
-        ("env.reward_weights.format=0.5", ("env", "reward_weights"), {"format": 0.5}),
-        ("env.driver.mcp_servers.files.command=ls", ("env", "driver", "mcp_servers"), {"files": {"command": "ls"}}),
-        ("data.environments.a.train.path=x", ("data", "environments"), {"a": {"train": {"path": "x"}}}),
+        ("cluster.roles.generation.cpu_workers_per_node=1", "cluster.roles.generation", {"cpu_workers_per_node": 1}),
+        ("policy.megatron_cfg.env_vars.NCCL_DEBUG=INFO", "policy.megatron_cfg.env_vars", {"NCCL_DEBUG": "INFO"}),
+        ("env.driver.parameters.python.timeout_s=3", "env.driver.parameters", {"python": {"timeout_s": 3}}),
+        ("env.reward.parameters.a.b.c=3", "env.reward.parameters", {"a": {"b": {"c": 3}}}),
+        ("env.reward_weights.format=0.5", "env.reward_weights", {"format": 0.5}),
+        ("env.driver.mcp_servers.files.command=ls", "env.driver.mcp_servers", {"files": {"command": "ls"}}),
+        ("data.environments.a.train.path=x", "data.environments", {"a": {"train": {"path": "x"}}}),
     ],
 )
-def test_keys_below_a_mapping_need_no_plus(override: str, path: tuple[str, ...], value: Any) -> None:
+def test_keys_below_a_mapping_need_no_plus(override: str, path: str, value: Any) -> None:
     changed, problems = apply_overrides({}, [override], partial(keys_around, GRPOMasterConfig))
     assert problems == []
-    for part in path:
+    for part in path.split("."):
         changed = changed[part]
     assert changed == value
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
-    [
-        (
-            "cluster.roles.generation.cpu_worker_per_node=1",
-            "cluster.roles.generation.cpu_worker_per_node: unknown key; did you mean"
-            " cluster.roles.generation.cpu_workers_per_node?",
-        ),
-        ("policy.megatron_cfg.env_vars.A.B=1", "policy.megatron_cfg.env_vars.A.B: unknown key"),
-        ("policy.megatron_cfg.env_var.A=1", "policy.megatron_cfg.env_var.A: unknown key"),
-        ("logger.log_dir.x=1", "logger.log_dir.x: unknown key"),
-    ],
+    about_keys(
+        {
+            f"{GENERATION}.cpu_worker_per_node=1": f"unknown key; did you mean {GENERATION}.cpu_workers_per_node?",
+            **dict.fromkeys(("policy.megatron_cfg.env_vars.A.B=1", "policy.megatron_cfg.env_var.A=1"), "unknown key"),
+            "logger.log_dir.x=1": "unknown key",
+        }
+    ),
 )
 def test_keys_that_a_mapping_has_not_are_unknown(override: str, problem: str) -> None:
     _, problems = apply_overrides({}, [override], partial(keys_around, GRPOMasterConfig))

@@ -11,6 +11,7 @@ import pytest
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError, one_line
+from tests.unit.config.conftest import refused
 
 
 @pytest.mark.parametrize(
@@ -24,17 +25,19 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
     ],
 )
 def test_a_dot_for_a_colon_has_the_right_name_as_suggestion(key: str, value: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        load_grpo_config("grpo_tiny_moe.yaml", [f"{key}={value}"], check_paths=False)
-    line = next(problem for problem in error.value.problems if problem.startswith(f"{key}: got "))
+    line = next(
+        problem
+        for problem in refused(load_grpo_config, "grpo_tiny_moe.yaml", [f"{key}={value}"], check_paths=False)
+        if problem.startswith(f"{key}: got ")
+    )
     assert line.endswith("package.module:name; did you mean parts:rank_advantage?")
 
 
 @pytest.mark.parametrize("written", ["parts.Reward", "parts:Reward"])
 def test_code_in_place_of_a_kind_is_told_the_kind_that_takes_it(written: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        load_grpo_config("grpo_tiny_moe.yaml", [f"env.reward.kind={written}"], check_paths=False)
-    assert error.value.problems[0].endswith("custom; did you mean custom, with factory: parts:Reward?")
+    assert refused(load_grpo_config, "grpo_tiny_moe.yaml", [f"env.reward.kind={written}"], check_paths=False)[
+        0
+    ].endswith("custom; did you mean custom, with factory: parts:Reward?")
 
 
 def test_a_reference_that_is_imported_has_it_too() -> None:
@@ -55,9 +58,7 @@ def test_objects_are_shown_without_their_addresses() -> None:
 
 @pytest.mark.parametrize("reference", ["os:system", "builtins:len", "os.path:join"])
 def test_python_s_own_library_is_no_code_of_the_user(reference: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        import_attribute("env.driver.program", reference)
-    assert error.value.problems == [
+    assert refused(import_attribute, "env.driver.program", reference) == [
         f"env.driver.program: {reference} is of Python's own library, expected package.module:function of your own code"
     ]
 

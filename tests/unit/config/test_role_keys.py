@@ -8,6 +8,7 @@ from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.config.role_keys import key_of_role, role_problems
 
 SECOND = ("+distillation.teachers.writer=${distillation.teachers.teacher}", "+cluster.roles.writer={}")
+LAYOUT, LONGEST = "megatron_cfg", "policy.max_total_sequence_length"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +36,7 @@ def test_a_folder_without_a_model_is_reported_at_its_key(
 @pytest.mark.parametrize(
     ("of_policy", "of_critic"),
     [
-        (
-            "policy.megatron_cfg.tensor_model_parallel_size: got 3",
-            "value.megatron_cfg.tensor_model_parallel_size: got 3",
-        ),
+        (f"policy.{LAYOUT}.tensor_model_parallel_size: got 3", f"value.{LAYOUT}.tensor_model_parallel_size: got 3"),
         (
             "cluster: 1 workers cannot be divided by 2 (policy.megatron_cfg: expert_model_parallel_size 2)",
             "cluster.roles.critic: 1 workers cannot be divided by 2 (value.megatron_cfg: expert_model_parallel_size 2)",
@@ -52,10 +50,7 @@ def test_a_folder_without_a_model_is_reported_at_its_key(
         ("policy.train_micro_batch_size: got 3", "value.logprob_batch_size: got 3"),
         ("policy.megatron_cfg.optimizer.lr: got 1", "value.lr: got 1"),
         # A setting that the critic does not have is the policy's, for both.
-        (
-            "policy.max_total_sequence_length: got 99, expected 64",
-            "role critic: policy.max_total_sequence_length: got 99, expected 64",
-        ),
+        (f"{LONGEST}: got 99, expected 64", f"role critic: {LONGEST}: got 99, expected 64"),
     ],
 )
 def test_other_settings_have_the_names_of_the_critic(of_policy: str, of_critic: str) -> None:

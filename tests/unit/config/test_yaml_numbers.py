@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of YAML that mean something else, and malformed interpolations: one clear line each."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,35 +9,27 @@ import pytest
 from nemo_rl_moe.config.files import traps
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.errors import ConfigurationError
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 SAVE = "checkpointing.save_period"
 JITTER = "policy.megatron_cfg.moe_input_jitter_eps"
 LR = "policy.megatron_cfg.optimizer.lr"
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        (
-            f"{SAVE}=1:30",
-            f"{SAVE}: YAML reads 1:30 as 90, a number to the base of 60; put a text in quotes, or write 90",
-        ),
-        (f"{SAVE}=017", f"{SAVE}: YAML reads 017 as 15, a number to the base of 8; put a text in quotes, or write 15"),
-        (
-            "dpo.x={a: [1, 2:00.5]}",
-            "dpo.x: YAML reads 2:00.5 as 120.5, a number to the base of 60; put a text in quotes, or write 120.5",
-        ),
-        (f"{LR}=1e60", f"{LR}: got 1e+60 (float), expected a number above 0 and up to 10"),
-        (f"{LR}=11", f"{LR}: got 11 (int), expected a number above 0 and up to 10"),
-        (f"{JITTER}=-5.0", f"{JITTER}: got -5.0 (float), expected a number from 0 up and below 1 or null"),
-        (
-            "data.load_timeout_s=1e10",
-            "data.load_timeout_s: got 10000000000.0 (float), expected a number above 0 and up to 100000000",
-        ),
-        ("sft.seed=${a", "sft.seed: '${a' is not valid YAML: "),
-    ],
-)
+REFUSED = {
+    f"{SAVE}=1:30": "YAML reads 1:30 as 90, a number to the base of 60; put a text in quotes, or write 90",
+    f"{SAVE}=017": "YAML reads 017 as 15, a number to the base of 8; put a text in quotes, or write 15",
+    "dpo.x={a: [1, 2:00.5]}": "YAML reads 2:00.5 as 120.5, a number to the base of 60; put a text in quotes, or write"
+    " 120.5",
+    f"{LR}=1e60": "got 1e+60 (float), expected a number above 0 and up to 10",
+    f"{LR}=11": "got 11 (int), expected a number above 0 and up to 10",
+    f"{JITTER}=-5.0": "got -5.0 (float), expected a number from 0 up and below 1 or null",
+    "data.load_timeout_s=1e10": "got 10000000000.0 (float), expected a number above 0 and up to 100000000",
+    "sft.seed=${a": "'${a' is not valid YAML: ",
+}
+
+
+@pytest.mark.parametrize(("override", "line"), about_keys(REFUSED))
 def test_an_override_gives_one_line(problems_of: Problems, override: str, line: str) -> None:
     problem, *others = problems_of(override, check_paths=True)
     assert problem.startswith(line)

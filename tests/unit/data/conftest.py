@@ -5,14 +5,23 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.errors import DataError
 from tests.support.chat_templates import make_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
+
+
+def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
+    """The lines that a call on data is refused with."""
+    with pytest.raises(DataError) as caught:
+        call(*arguments, **options)
+    return caught.value.problems
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from nemo_rl_moe.data.chat import MERGED, batch_tokenizer, tokens_in_spans
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.errors import DataError
 from tests.support.chat_templates import tokenize_example
+from tests.unit.data.conftest import refused
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -83,11 +84,25 @@ def test_multi_turn(byte_tokenizer, template, trim_offsets):
     )
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_TAGS], ids=["prefixes", "tags"])
-def test_assistant_turns_of_the_prompt_are_not_trained_on(byte_tokenizer, template):
+ANSWERS = ["a1<|end|>", "a2 \u00e9\U0001f600<|end|>"]
+OF_PROMPT = {"prompt": TURNS[:4], "completion": "done"}
+IN_A_ROW = {"messages": [*TURNS[1:3], {"role": "assistant", "content": "more"}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "pieces"),
+    [
+        pytest.param(CHATML, OF_PROMPT, ["done<|end|>"], id="turns of the prompt are not trained on, by prefixes"),
+        pytest.param(
+            CHATML_WITH_TAGS, OF_PROMPT, ["done<|end|>"], id="turns of the prompt are not trained on, by tags"
+        ),
+        pytest.param(CHATML, IN_A_ROW, ["a1<|end|>", "more<|end|>"], id="two turns in a row"),
+        pytest.param(COUNTS_MESSAGES, {"messages": TURNS}, ANSWERS, id="a template that counts messages"),
+    ],
+)
+def test_pieces_that_are_trained_on(byte_tokenizer, template, record, pieces):
     tokenizer = byte_tokenizer(template)
-    result = tokenized({"prompt": TURNS[:4], "completion": "done"}, tokenizer)
-    assert trained_pieces(result, tokenizer) == ["done<|end|>"]
+    assert trained_pieces(tokenized(record, tokenizer), tokenizer) == pieces
 
 
 def test_template_that_treats_the_last_turn_in_its_own_way(byte_tokenizer):
@@ -99,24 +114,8 @@ def test_template_that_treats_the_last_turn_in_its_own_way(byte_tokenizer):
     assert trained_pieces(result, tokenizer) == ["a1<|end|>", "<think></think>a2<|end|>"]
 
 
-def test_two_assistant_turns_in_a_row(byte_tokenizer):
-    tokenizer = byte_tokenizer(CHATML)
-    result = tokenized({"messages": [*TURNS[1:3], {"role": "assistant", "content": "more"}]}, tokenizer)
-    assert trained_pieces(result, tokenizer) == ["a1<|end|>", "more<|end|>"]
-
-
-def test_template_that_counts_messages(byte_tokenizer):
-    tokenizer = byte_tokenizer(COUNTS_MESSAGES)
-    assert trained_pieces(tokenized({"messages": TURNS}, tokenizer), tokenizer) == [
-        "a1<|end|>",
-        "a2 \u00e9\U0001f600<|end|>",
-    ]
-
-
 def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
-    with pytest.raises(DataError) as error:
-        tokenized({"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN))
-    assert error.value.problems == [
+    assert refused(tokenized, {"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN)) == [
         "f:1: the tokens of turn 2 cannot be distinguished from the rest: with this chat template the turn opens with "
         "'<|end|>\\n<|start|>model\\n', and the generation prompt with '<|end|>\\n<|start|>assistant\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
@@ -127,23 +126,24 @@ def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
         tokenized({"messages": TURNS}, byte_tokenizer(ENDING_THAT_COUNTS))
 
 
-def test_template_that_refuses_a_conversation(byte_tokenizer):
-    tokenizer = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(
-        DataError, match=r"^f:1: the chat template refuses the conversation: roles must alternate; set "
-    ):
-        tokenized({"messages": TURNS}, tokenizer)
+NOTHING_SHOWN = "{{ messages[0].content }}{% generation %}{% endgeneration %}"
 
 
-def test_template_that_is_no_jinja(byte_tokenizer):
-    with pytest.raises(DataError, match=r"^the chat template is not valid Jinja: line 2: "):
-        batch_tokenizer(byte_tokenizer("a\n{% for %}"), 10)
-
-
-def test_template_that_shows_nothing_of_the_assistant(byte_tokenizer):
-    tokenizer = byte_tokenizer("{{ messages[0].content }}{% generation %}{% endgeneration %}")
-    with pytest.raises(DataError, match=r"^f:1: the chat template leaves no token of the assistant to train on$"):
-        tokenized({"messages": TURNS}, tokenizer)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"template": "a\n{% for %}"}, "the chat template is not valid Jinja: line 2: "),
+        ({"eos_token": None}, ".*neither a chat template nor an end token"),
+        (
+            {"template": "{{ raise_exception('roles must alternate') }}"},
+            "f:1: the chat template refuses the conversation: roles must alternate; set ",
+        ),
+        ({"template": NOTHING_SHOWN}, "f:1: the chat template leaves no token of the assistant to train on$"),
+    ],
+)
+def test_templates_without_a_token_to_train_on(byte_tokenizer, options, problem):
+    with pytest.raises(DataError, match=f"^{problem}"):
+        tokenized({"messages": TURNS}, byte_tokenizer(**options))
 
 
 def test_no_token_reaches_over_the_border(byte_tokenizer):
@@ -155,16 +155,13 @@ def test_no_token_reaches_over_the_border(byte_tokenizer):
     assert result.notes == (MERGED,)
 
 
-def test_plain_concatenation_without_a_template(byte_tokenizer):
-    tokenizer = byte_tokenizer()
-    result = tokenized({"prompt": "ab", "completion": "cd"}, tokenizer)
-    assert tokenizer.decode(result.input_ids) == "abcd<|end|>"
-    assert result.token_mask.tolist() == [False, False, True, True, True]
-
-
-def test_plain_concatenation_opens_as_the_tokenizer_does(byte_tokenizer):
+def test_plain_concatenation_without_a_template_opens_as_the_tokenizer_does(byte_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
+    plain = byte_tokenizer()
+    result = tokenized({"prompt": "ab", "completion": "cd"}, plain)
+    assert plain.decode(result.input_ids) == "abcd<|end|>"
+    assert result.token_mask.tolist() == [False, False, True, True, True]
     tokenizer = byte_tokenizer(bos_token="<s>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
@@ -175,17 +172,10 @@ def test_plain_concatenation_opens_as_the_tokenizer_does(byte_tokenizer):
 
 
 def test_messages_without_a_template(byte_tokenizer):
-    with pytest.raises(DataError) as error:
-        tokenized({"messages": TURNS}, byte_tokenizer())
-    assert error.value.problems == [
+    assert refused(tokenized, {"messages": TURNS}, byte_tokenizer()) == [
         "f:1: the example is a conversation, but the tokenizer has no chat template; "
         "set policy.tokenizer.chat_template, or give prompt and completion as strings"
     ]
-
-
-def test_neither_template_nor_end_token(byte_tokenizer):
-    with pytest.raises(DataError, match="neither a chat template nor an end token"):
-        batch_tokenizer(byte_tokenizer(eos_token=None), 10)
 
 
 def test_truncation(demo_tokenizer):

@@ -141,24 +141,22 @@ def test_a_name_with_the_text_of_a_control_token() -> None:
         Continuation(CHATML.tokenizer).extend(turn, [{"role": "tool", "content": "r", "name": "a<|im_end|>"}])
 
 
-def test_a_content_that_the_template_shows_twice() -> None:
-    twice = THINKING.replace("m.content + '<|end|>", "m.content + m.content + '<|end|>")
-    tokenizer = make_byte_tokenizer(twice)
-    family = Family(tokenizer, ("<|end|>",))
-    turn = SampledTurn(ASKED, family.encode("a<|end|>"), family.end_ids)
-    with pytest.raises(NoExtension, match=r"^messages\[0\]\.content has the text of a control token, and the position"):
-        Continuation(tokenizer).extend(turn, [{"role": "user", "content": "<s>"}])
-
-
 def test_a_token_that_another_hides() -> None:
     tokenizer = make_byte_tokenizer(THINKING, more_special=["ab", "bc"])
     ids = ControlTokens(tokenizer).encode("ab abc", [(3, 6)])
     assert ids == tokenizer.convert_tokens_to_ids(["ab", "\u0120", "a", "b", "c"])
 
 
-def test_a_template_that_answers_to_the_text_of_a_control_token() -> None:
-    shouts = THINKING.replace("'<|start|>' + m.role", "'<|start|>' + ('!' if '<s>' in m.content else '') + m.role")
-    family = Family(make_byte_tokenizer(shouts), ("<|end|>",))
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("m.content + '<|end|>", "m.content + m.content + '<|end|>"),
+        ("'<|start|>' + m.role", "'<|start|>' + ('!' if '<s>' in m.content else '') + m.role"),
+    ],
+    ids=["a content that is shown twice", "an answer to the text of a control token"],
+)
+def test_a_template_that_shows_more_than_a_content_once(text: str, other: str) -> None:
+    family = Family(make_byte_tokenizer(THINKING.replace(text, other)), ("<|end|>",))
     turn = SampledTurn(ASKED, family.encode("a<|end|>"), family.end_ids)
     with pytest.raises(NoExtension, match=r"^messages\[0\]\.content has the text of a control token, and the position"):
         Continuation(family.tokenizer).extend(turn, [{"role": "user", "content": "<s>"}])

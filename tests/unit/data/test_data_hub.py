@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.sources import open_lines, open_source
-from nemo_rl_moe.errors import DataError
+from tests.unit.data.conftest import refused
 
 ROWS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}], "id": 1},
@@ -55,16 +55,14 @@ def test_rows_are_read_and_named(tmp_path, kind):
 
 def test_unknown_split_names_the_nearest(tmp_path):
     path = save(tmp_path, "parquet folder")
-    with pytest.raises(DataError) as error:
-        open_source(path, "trian")
-    assert error.value.problems == [f"{path}: has no split 'trian'; its splits: train; did you mean train?"]
+    assert refused(open_source, path, "trian") == [
+        f"{path}: has no split 'trian'; its splits: train; did you mean train?"
+    ]
 
 
 def test_columns_that_are_missing(tmp_path):
     Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
-    with pytest.raises(DataError) as error:
-        open_source(str(tmp_path / "set"), "train")
-    assert error.value.problems == [
+    assert refused(open_source, str(tmp_path / "set"), "train") == [
         f"{tmp_path}/set: has neither messages nor prompt and completion; its columns: text;"
         " to use other keys, set data.messages_key, or data.prompt_key and data.completion_key"
     ]
@@ -72,18 +70,14 @@ def test_columns_that_are_missing(tmp_path):
 
 def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError) as error:
-        open_source(str(tmp_path / "a.txt"), "train")
-    assert error.value.problems == [
+    assert refused(open_source, str(tmp_path / "a.txt"), "train") == [
         f"{tmp_path}/a.txt: got the suffix .txt, expected one of .jsonl, .json, .csv, .parquet, .arrow"
     ]
 
 
 def test_what_datasets_cannot_load_is_one_line(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DataError) as error:
-        open_source(str(tmp_path / "a.parquet"), "train")
-    (problem,) = error.value.problems
+    (problem,) = refused(open_source, str(tmp_path / "a.parquet"), "train")
     assert problem.startswith(f"{tmp_path}/a.parquet: datasets cannot load it: ")
     assert "\n" not in problem
 
@@ -110,9 +104,7 @@ def test_a_row_that_python_has_no_values_for_is_a_bad_line(tmp_path, column, rea
 def test_many_long_names_of_columns_are_cut(tmp_path):
     path = tmp_path / "a.parquet"
     Dataset.from_dict({f"{number}{'x' * 10_000}": [1] for number in range(30)}).to_parquet(path)
-    with pytest.raises(DataError) as error:
-        open_source(str(path), "train")
-    (problem,) = error.value.problems
+    (problem,) = refused(open_source, str(path), "train")
     assert f"its columns: 0{'x' * 59}... (10,001 characters), 1x" in problem
     assert " and 10 more; to use" in problem
     assert len(problem) < 3000

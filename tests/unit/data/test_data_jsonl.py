@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_moe.data.records import BadLine, Example, parse_record
 from nemo_rl_moe.data.text_files import count_lines, read_jsonl
-from nemo_rl_moe.errors import DataError
+from tests.unit.data.conftest import refused
 
 GOOD = b'{"prompt": "a", "completion": "b"}'
 
@@ -33,24 +33,20 @@ def test_line_numbers_start_at_one_and_name_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [
-        (b"", "the line is empty"),
-        (b"  \t", "the line is empty"),
-        (b'{"prompt": "a"', "not valid JSON: Expecting ',' delimiter at column 15"),
-        (b"{'prompt': 'a'}", "not valid JSON: Expecting property name enclosed in double quotes at column 2"),
-        (GOOD + GOOD, "not valid JSON: Extra data at column 35"),
-        (b'{"prompt": "\xff", "completion": "b"}', "not valid UTF-8: byte 0xff at byte 13"),
-        (b"[" * 200_000, "not valid JSON: nested too deeply"),
-        (
-            b'{"prompt": "a", "completion": "b", "prompt": "c"}',
-            "the key 'prompt' occurs twice in an object, expected once",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
-            "the key 'role' occurs twice in an object, expected once",
-        ),
-        (b"null", "the line is null, expected an object with messages, or prompt and completion"),
-    ],
+    {
+        b"": "the line is empty",
+        b"  \t": "the line is empty",
+        b'{"prompt": "a"': "not valid JSON: Expecting ',' delimiter at column 15",
+        b"{'prompt': 'a'}": "not valid JSON: Expecting property name enclosed in double quotes at column 2",
+        GOOD + GOOD: "not valid JSON: Extra data at column 35",
+        b'{"prompt": "\xff", "completion": "b"}': "not valid UTF-8: byte 0xff at byte 13",
+        b"[" * 200_000: "not valid JSON: nested too deeply",
+        b'{"prompt": "a", "completion": "b", "prompt": "c"}': "the key 'prompt' occurs twice in an object, expected"
+        " once",
+        b'{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}': "the key 'role' occurs twice in an"
+        " object, expected once",
+        b"null": "the line is null, expected an object with messages, or prompt and completion",
+    }.items(),
 )
 def test_bad_line_between_good_ones(tmp_path, line, reason):
     assert reasons(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD + b"\n") == [None, reason, None]
@@ -75,6 +71,6 @@ def test_empty_file(tmp_path):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(DataError) as error:
-        count_lines(tmp_path / "no.jsonl")
-    assert error.value.problems == [f"{tmp_path}/no.jsonl: cannot be read: No such file or directory"]
+    assert refused(count_lines, tmp_path / "no.jsonl") == [
+        f"{tmp_path}/no.jsonl: cannot be read: No such file or directory"
+    ]

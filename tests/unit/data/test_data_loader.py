@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.errors import DataError
+from tests.unit.data.conftest import refused
 
 
 def dataset(size):
@@ -52,9 +53,7 @@ def test_without_shuffling_the_order_is_the_data_s():
 
 
 def test_too_few_examples():
-    with pytest.raises(DataError) as error:
-        GlobalBatchLoader(dataset(3), 4, 0, seed=0)
-    assert error.value.problems == [
+    assert refused(GlobalBatchLoader, dataset(3), 4, 0, seed=0) == [
         "policy.train_global_batch_size: got 4, but the training data has only 3 examples that can be used"
     ]
 

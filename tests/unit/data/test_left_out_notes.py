@@ -16,8 +16,8 @@ from nemo_rl_moe.data.left_out import (
 )
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.sft import load_sft_dataset
-from nemo_rl_moe.errors import DataError
 from tests.support.chat_templates import THINKING, THINKING_ALWAYS
+from tests.unit.data.conftest import refused
 from tests.unit.data.test_tool_calls import prompts_of
 
 USER = {"role": "user", "content": "q"}
@@ -150,9 +150,7 @@ def test_turns_are_distinguished_where_names_alone_are_shown(byte_tokenizer, wri
 def test_a_call_without_a_trace_is_one_error(byte_tokenizer, write_jsonl):
     tokenizer = byte_tokenizer(THINKING.replace("m.tool_calls or []", "[]"))
     path = write_jsonl(*[calling(call(a=number)) for number in range(30)])
-    with pytest.raises(DataError) as error:
-        load_sft_dataset(path, "train", tokenizer, 10_000)
-    first, last = error.value.problems
+    first, last = refused(load_sft_dataset, path, "train", tokenizer, 10_000)
     assert first == (
         f"{path}:1: a turn calls tools, and the chat template shows no tool calls; set policy.tokenizer.chat_template "
         "to a template that does (and 29 more bad lines like it: 2, 3, 4, 5, 6, ...)"

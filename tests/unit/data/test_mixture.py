@@ -19,6 +19,7 @@ from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.errors import DataError
 from tests.support.grpo_fakes import prompts
+from tests.unit.data.conftest import refused
 
 
 def of(name: str, count: int) -> list[Prompt]:
@@ -37,10 +38,7 @@ def test_environments_take_turns_by_their_weights() -> None:
     assert given_so_far == {"math": 6, "code": 2}
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=6),
-    st.integers(1, 300),
-)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 300))
 @settings(deadline=None)
 def test_no_environment_is_ever_far_from_its_share(weights: list[int], number: int) -> None:
     named = {f"env{place}": float(weight) for place, weight in enumerate(weights)}
@@ -128,9 +126,7 @@ class TestSharedRecords:
 
     def test_a_name_that_does_not_exist_ends_the_run_with_the_nearest_right_one(self) -> None:
         parse = SharedRecords("environment", ("math", "code")).parser("code", self.parse)
-        with pytest.raises(DataError) as caught:
-            parse({"environment": "maths"}, "prompts.jsonl:3")
-        assert caught.value.problems == [
+        assert refused(parse, {"environment": "maths"}, "prompts.jsonl:3") == [
             "prompts.jsonl:3: environment is 'maths', expected an environment of env.mixture: math, code; did you mean"
             " math? (data.environment_key: environment)"
         ]

@@ -17,6 +17,7 @@ from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts, without
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from tests.support.grpo_inputs import environment_section
+from tests.unit.data.conftest import refused
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -64,9 +65,7 @@ def load(tokenizer: Any, path: str | None, env: str | None = "math", longest: in
 
 
 def problems(*args: Any, **kwargs: Any) -> list[str]:
-    with pytest.raises(DataError) as error:
-        load(*args, **kwargs)
-    return error.value.problems
+    return refused(load, *args, **kwargs)
 
 
 def test_prompts_come_back_in_order(write_jsonl, demo_tokenizer):
@@ -158,11 +157,7 @@ def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
         ({"prompt": "1="}, "math", "the line has no answer (data.answer_key=answer); its keys: prompt"),
         ({"prompt": "1=", "answer": True}, "math", "answer is a boolean, expected a string or a number"),
         ({"prompt": "1=", "answer": " "}, "math", "answer is empty: there is nothing to compare a response with"),
-        (
-            {"prompt": "1=", "answer": "1"},
-            "reasoning_gym",
-            "the line has no metadata, which the reasoning_gym",
-        ),
+        ({"prompt": "1=", "answer": "1"}, "reasoning_gym", "the line has no metadata, which the reasoning_gym"),
         ({"prompt": "1=", "answer": "1", "metadata": 3}, "reasoning_gym", "metadata is a number, expected an object"),
         ({"prompt": "\u00e9", "answer": "1"}, "math", "the tokenizer cannot encode the text"),
         (
@@ -295,9 +290,7 @@ def test_order_depends_on_seed_and_epoch_alone():
 
 
 def test_too_few_prompts():
-    with pytest.raises(DataError) as error:
-        PromptLoader(some(3), 4, 0, shuffle=True)
-    assert error.value.problems == [
+    assert refused(PromptLoader, some(3), 4, 0, shuffle=True) == [
         "grpo.num_prompts_per_step: got 4, but the training data has only 3 prompts that can be used"
     ]
 
@@ -428,9 +421,7 @@ def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_
         f"(the first: {path}:1, as {training[0].sample_id})"
     )
     assert without_training_prompts(left, training) is left
-    with pytest.raises(DataError) as caught:
-        without_training_prompts(held_out, held_out)
-    assert caught.value.problems == [
+    assert refused(without_training_prompts, held_out, held_out) == [
         f"data.validation: each of the 3 prompts of {path} is a training prompt too; set data.validation to held-out"
         " data or to null"
     ]

@@ -77,11 +77,7 @@ def test_samples(record: dict[str, Any], keys: dict[str, str]) -> None:
             {},
             [("user", "Add.\n2+2"), ("assistant", "4")],
         ),
-        (
-            {"instruction": "Add.", "context": "", "response": "4"},
-            {},
-            [("user", "Add."), ("assistant", "4")],
-        ),
+        ({"instruction": "Add.", "context": "", "response": "4"}, {}, [("user", "Add."), ("assistant", "4")]),
         (
             {"context": "x is 2.", "question": "x+2=", "answer": "4"},
             {},
@@ -155,12 +151,6 @@ def test_conversations(record: dict[str, Any], keys: dict[str, str], messages: l
         ),
         (
             {"user": "q", "bot": "a"},
-            {},
-            "the line has neither messages nor prompt and completion; its keys: user, bot; to use other keys,"
-            " set data.messages_key, or data.prompt_key and data.completion_key",
-        ),
-        (
-            {"user": "q", "bot": "a"},
             {"prompt": "usr", "completion": "bot"},
             "the line has no usr (data.prompt_key=usr); its keys: user, bot; did you mean user?",
         ),
@@ -222,10 +212,7 @@ def test_samples_that_cannot_be_read(record: dict[str, Any], keys: dict[str, str
 
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "hh-rlhf": ({"chosen": "\n\nHuman: 2+2=\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2=\n\nAssistant: 5"}, {}),
-    "hh-rlhf before the responses": (
-        {"prompt": "\n\nHuman: 2+2=\n\nAssistant:", "chosen": " 4", "rejected": " 5"},
-        {},
-    ),
+    "hh-rlhf before the responses": ({"prompt": "\n\nHuman: 2+2=\n\nAssistant:", "chosen": " 4", "rejected": " 5"}, {}),
     "a prompt with other blanks": ({"prompt": f"{ASKED} \n", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
     "messages that end in the better response": ({"messages": [USER, GOOD], "chosen": RIGHT, "rejected": WRONG}, {}),
     "response_chosen": ({"prompt": ASKED, "response_chosen": RIGHT, "response_rejected": WRONG}, {}),
@@ -236,13 +223,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "LLaMA-Factory": ({"conversations": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": WRONG}}, {}),
     "LLaMA-Factory's Alpaca": ({"instruction": ASKED, "input": "", "chosen": RIGHT, "rejected": WRONG}, {}),
     "UltraFeedback": (
-        {
-            "prompt": ASKED,
-            "chosen": [USER, GOOD],
-            "rejected": [USER, BAD],
-            "messages": [USER, GOOD],
-            "score": 8.0,
-        },
+        {"prompt": ASKED, "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": [USER, GOOD], "score": 8.0},
         {},
     ),
     "UltraFeedback with another question": (
@@ -295,30 +276,25 @@ def test_earlier_turns_of_a_pair() -> None:
     assert turns == ["1+1=", "2", ASKED, WRONG]
 
 
+FIRST = {"prompt": "1+1=", "completion": "2"}
+
+
 @pytest.mark.parametrize(
-    ("lines", "reason"),
+    ("first", "second", "key", "expected"),
     [
-        (
-            [{"prompt": "1+1=", "completion": "2", "answer": "two"}, {"prompt": "2+2=", "answer": "4"}],
-            "the line has answer where {}:1 has completion: expected the same keys in all lines; or set"
-            " data.completion_key",
-        ),
-        (
-            [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": None, "answer": "4"}],
-            "the line has answer where {}:1 has completion: expected the same keys in all lines; or set"
-            " data.completion_key",
-        ),
-        (
-            [{"prompt": "1+1=", "completion": "2"}, {"question": "2+2=", "completion": "4"}],
-            "the line has question where {}:1 has prompt: expected the same keys in all lines; or set data.prompt_key",
-        ),
+        (FIRST | {"answer": "two"}, {"prompt": "2+2=", "answer": "4"}, "answer", "completion"),
+        (FIRST, {"prompt": "2+2=", "completion": None, "answer": "4"}, "answer", "completion"),
+        (FIRST, {"question": "2+2=", "completion": "4"}, "question", "prompt"),
     ],
 )
-def test_lines_of_two_forms(write_jsonl: Any, demo_tokenizer: Any, lines: list[dict[str, Any]], reason: str) -> None:
-    path = write_jsonl(*lines)
+def test_lines_of_two_forms(
+    write_jsonl: Any, demo_tokenizer: Any, first: dict[str, Any], second: dict[str, Any], key: str, expected: str
+) -> None:
+    path = write_jsonl(first, second)
+    reason = f"{path}:2: the line has {key} where {path}:1 has {expected}: expected the same keys in all lines; or set"
     with pytest.raises(DataError) as error:
         load_sft_dataset(path, "train", demo_tokenizer, 64)
-    assert f"{path}:2: {reason.format(path)}" in str(error.value)
+    assert f"{reason} data.{expected}_key" in str(error.value)
 
 
 def test_pairs_of_two_forms(write_jsonl: Any, demo_tokenizer: Any) -> None:
@@ -369,12 +345,6 @@ def test_several_turns_of_hh_rlhf() -> None:
             {},
             "the line has chosen_response, rejected_response and response, rejected_response: set data.chosen_key and"
             " data.rejected_key to one pair of them",
-        ),
-        (
-            {"prompt": "q", "better": "a", "worse": "b"},
-            {},
-            "the line has no chosen and no rejected; its keys: prompt, better, worse; to use other keys,"
-            " set data.chosen_key and data.rejected_key",
         ),
         (
             {"messages": [USER, BAD], "chosen": RIGHT, "rejected": "6"},

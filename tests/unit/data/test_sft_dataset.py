@@ -7,6 +7,7 @@ import pytest
 from nemo_rl_moe.data.dataset import LINES_AT_ONCE
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import DataError
+from tests.unit.data.conftest import refused
 
 
 def sums(count):
@@ -54,9 +55,7 @@ def test_summary_of_a_clean_file_is_short(write_jsonl, demo_tokenizer):
 
 def test_stop_lists_every_bad_line(write_jsonl, demo_tokenizer):
     path = write_jsonl({"prompt": "1=", "completion": "Z"}, *sums(2), {"prompt": 1, "completion": "2"})
-    with pytest.raises(DataError) as error:
-        load_sft_dataset(path, "train", demo_tokenizer, 64)
-    assert error.value.problems == [
+    assert refused(load_sft_dataset, path, "train", demo_tokenizer, 64) == [
         f"{path}:1: the tokenizer cannot encode the text: WordLevel error: Missing [UNK] token from the vocabulary",
         f"{path}:4: prompt is a number, expected a string or a list of messages",
         f"{path}: data.on_bad_line=skip skips such lines and counts them",
@@ -65,9 +64,7 @@ def test_stop_lists_every_bad_line(write_jsonl, demo_tokenizer):
 
 def test_stop_lists_twenty_and_counts_the_rest(write_jsonl, demo_tokenizer):
     path = write_jsonl(*[{"a" * (1 + kind): 1} for kind in range(22)], *sums(LINES_AT_ONCE), {})
-    with pytest.raises(DataError) as error:
-        load_sft_dataset(path, "train", demo_tokenizer, 64)
-    problems = error.value.problems
+    problems = refused(load_sft_dataset, path, "train", demo_tokenizer, 64)
     assert len(problems) == 22
     assert problems[19].startswith(f"{path}:20: ")
     assert problems[20] == f"{path}: and 3 more bad lines"
@@ -92,13 +89,12 @@ def test_one_cause_is_one_problem(write_jsonl, demo_tokenizer):
 
 def test_nothing_left(write_jsonl, demo_tokenizer):
     path = write_jsonl()
-    with pytest.raises(DataError) as error:
-        load_sft_dataset(path, "train", demo_tokenizer, 64)
-    assert error.value.problems == [f"{path}: no example is left to use", f"{path}: it has no lines"]
+    assert refused(load_sft_dataset, path, "train", demo_tokenizer, 64) == [
+        f"{path}: no example is left to use",
+        f"{path}: it has no lines",
+    ]
     path = write_jsonl(*sums(3), {})
-    with pytest.raises(DataError) as error:
-        load_sft_dataset(path, "train", demo_tokenizer, 4, on_bad_line="skip")
-    assert error.value.problems == [
+    assert refused(load_sft_dataset, path, "train", demo_tokenizer, 4, on_bad_line="skip") == [
         f"{path}: no example is left to use",
         f"{path}:4: the line has neither messages nor prompt and completion; its keys: none; to use other"
         " keys, set data.messages_key, or data.prompt_key and data.completion_key",

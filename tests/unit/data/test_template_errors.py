@@ -12,6 +12,7 @@ from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.errors import DataError
 from tests.support.chat_templates import make_byte_tokenizer, tokenize_example
+from tests.unit.data.conftest import refused
 
 EXAMPLE = parse_record({"prompt": "q", "completion": "a"}, "f:1")
 REFUSES = "f:1: the chat template refuses the conversation: "
@@ -34,9 +35,7 @@ INVALID = "the chat template is not valid Jinja: line 1: "
     ],
 )
 def test_one_line(byte_tokenizer, template, line):
-    with pytest.raises(DataError) as error:
-        tokenize_example(EXAMPLE, byte_tokenizer(template), 100)
-    (reported,) = error.value.problems
+    (reported,) = refused(tokenize_example, EXAMPLE, byte_tokenizer(template), 100)
     assert reported.startswith(line)
     assert len(reported) < 500
 
@@ -55,9 +54,9 @@ def test_a_conversation_that_is_nested_too_deeply(byte_tokenizer):
     finally:
         sys.setrecursionlimit(limit)
     template = "{% for message in messages %}{{ message['role'] }}{{ message['tool_calls'] }}{% endfor %}"
-    with pytest.raises(DataError) as error:
-        tokenize_example(example, byte_tokenizer(template), 100)
-    assert error.value.problems == ["f:1: the conversation is nested too deeply"]
+    assert refused(tokenize_example, example, byte_tokenizer(template), 100) == [
+        "f:1: the conversation is nested too deeply"
+    ]
 
 
 def test_brackets_that_are_nested_too_deeply_are_an_error() -> None:

@@ -14,6 +14,7 @@ from tests.support.chat_templates import (
     THINKING,
     tokenize_example,
 )
+from tests.unit.data.conftest import refused
 
 
 def user(text):
@@ -37,31 +38,67 @@ def marked(tokenizer, *messages, **record):
     return "".join(f"\u27ea{tokenizer.decode(ids)}\u27eb" if mask[0] else tokenizer.decode(ids) for ids, mask in runs)
 
 
-def test_thinking_is_trained_on_where_the_template_keeps_it(byte_tokenizer):
-    tokenizer = byte_tokenizer(THINKING)
-    first, last = assistant("<think>\nr1\n</think>\n\na1"), assistant("<think>\nr2\n</think>\n\na2")
-    assert marked(tokenizer, user("q1"), first, user("q2"), last) == (
+TWO_CALLS = assistant("", ("add", {"a": 1}), ("add", {"a": 2}), reasoning_content="r")
+OTHER_CALLS = assistant("", ("add", {"a": 1, "t": "\u00e9"}), ("sub", {}))
+ONE_CALL = assistant("", ("add", {"a": 1}), thinking="r")
+MARKED = {
+    "thinking is trained on where the template keeps it": (
+        THINKING,
+        [user("q1"), assistant("<think>\nr1\n</think>\n\na1"), user("q2"), assistant("<think>\nr2\n</think>\n\na2")],
         "<|start|>user\nq1<|end|>\n<|start|>assistant\n\u27eaa1<|end|>\u27eb\n"
-        "<|start|>user\nq2<|end|>\n<|start|>assistant\n\u27ea<think>\nr2\n</think>\n\na2<|end|>\u27eb\n"
-    )
-
-
-def test_turns_of_the_assistant_in_a_row(byte_tokenizer):
-    assert marked(byte_tokenizer(THINKING), user("q"), assistant("a1"), assistant("a2"), assistant("a3")) == (
+        "<|start|>user\nq2<|end|>\n<|start|>assistant\n\u27ea<think>\nr2\n</think>\n\na2<|end|>\u27eb\n",
+    ),
+    "turns of the assistant in a row": (
+        THINKING,
+        [user("q"), assistant("a1"), assistant("a2"), assistant("a3")],
         "<|start|>user\nq<|end|>\n<|start|>assistant\n\u27eaa1<|end|>\u27eb\n"
         "<|start|>assistant\n\u27eaa2<|end|>\u27eb\n"
-        "<|start|>assistant\n\u27ea<think>\n\n</think>\n\na3<|end|>\u27eb\n"
-    )
-
-
-def test_calls_are_trained_on_and_results_are_not(byte_tokenizer):
-    call = assistant("", ("add", {"a": 1}), ("add", {"a": 2}), reasoning_content="r")
-    assert marked(byte_tokenizer(THINKING), user("q"), call, result("1"), result("2"), assistant("a")) == (
+        "<|start|>assistant\n\u27ea<think>\n\n</think>\n\na3<|end|>\u27eb\n",
+    ),
+    "calls are trained on and results are not": (
+        THINKING,
+        [user("q"), TWO_CALLS, result("1"), result("2"), assistant("a")],
         "<|start|>user\nq<|end|>\n<|start|>assistant\n\u27ea<think>\nr\n</think>\n\n"
         '<call>{"name": "add", "arguments": {"a": 1}}</call>\n<call>{"name": "add", "arguments": {"a": 2}}</call>'
         "<|end|>\u27eb\n<|start|>user\n<result>1</result>\n<result>2</result><|end|>\n"
-        "<|start|>assistant\n\u27ea<think>\n\n</think>\n\na<|end|>\u27eb\n"
-    )
+        "<|start|>assistant\n\u27ea<think>\n\n</think>\n\na<|end|>\u27eb\n",
+    ),
+    "arguments as text and null content": (
+        PROMPT_OPENS_THINKING,
+        [user("q"), OTHER_CALLS, result("1"), result("2"), assistant("a")],
+        '<s><User>q<Assistant>\u27ea<call>add\n{"a": 1, "t": "\u00e9"}</call>\n<call>sub\n{}</call><|end|>\u27eb'
+        "<results><result>1</result>\n<result>2</result></results>\u27eaa<|end|>\u27eb",
+    ),
+    "another end token than the model's own is not trained on": (
+        CHANNELS,
+        [user("q1"), assistant("a1", thinking="r1"), user("q2"), assistant("a2", thinking="r2")],
+        "<|start|>user[]q1<s><|start|>assistant\u27ea[final]a1\u27eb<s>"
+        "<|start|>user[]q2<s><|start|>assistant\u27ea[analysis]r2<s><|start|>assistant[final]a2<|end|>\u27eb",
+    ),
+    "turns of channels in a row": (
+        CHANNELS,
+        [user("q"), assistant("a1"), assistant("a2"), user("r"), assistant("b")],
+        "<|start|>user[]q<s><|start|>assistant\u27ea[final]a1\u27eb<s><|start|>assistant\u27ea[final]a2\u27eb<s>"
+        "<|start|>user[]r<s><|start|>assistant\u27ea[final]b<|end|>\u27eb",
+    ),
+    "calls in a channel": (
+        CHANNELS,
+        [user("q"), ONE_CALL, result("2"), assistant("a"), user("q2")],
+        '<|start|>user[]q<s><|start|>assistant\u27ea to=add[commentary]{"a": 1}<call>\u27eb'
+        '<|start|>tool to=assistant[commentary]"2"<s><|start|>assistant\u27ea[final]a\u27eb<s><|start|>user[]q2<s>',
+    ),
+    "a newline between turns that the prompt lacks": (
+        NEWLINE_BETWEEN_TURNS,
+        [user("q"), assistant("a1"), assistant(" \na2"), user("r"), assistant("b")],
+        "<s><user>\nq\n<assistant>\n\u27eaa1<|end|>\u27eb\n<assistant>\n\u27ea \na2<|end|>\u27eb\n"
+        "<user>\nr\n<assistant>\n\u27eab<|end|>\u27eb",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "turns", "text"), MARKED.values(), ids=MARKED.keys())
+def test_what_is_trained_on(byte_tokenizer, template, turns, text):
+    assert marked(byte_tokenizer(template), *turns) == text
 
 
 def test_names_for_the_template_decide_what_is_context(byte_tokenizer):
@@ -81,38 +118,6 @@ def test_a_prompt_that_opens_more_than_the_turns_have(byte_tokenizer):
     )
     assert marked(tokenizer, *turns[2:], assistant("a3")).endswith(
         "<Assistant>\u27ea<b>a2<|end|>\u27eb<Assistant>\u27eaa3<|end|>\u27eb"
-    )
-
-
-def test_arguments_as_text_and_null_content(byte_tokenizer):
-    call = assistant("", ("add", {"a": 1, "t": "\u00e9"}), ("sub", {}))
-    assert marked(byte_tokenizer(PROMPT_OPENS_THINKING), user("q"), call, result("1"), result("2"), assistant("a")) == (
-        '<s><User>q<Assistant>\u27ea<call>add\n{"a": 1, "t": "\u00e9"}</call>\n<call>sub\n{}</call><|end|>\u27eb'
-        "<results><result>1</result>\n<result>2</result></results>\u27eaa<|end|>\u27eb"
-    )
-
-
-def test_another_end_token_than_the_models_own_is_not_trained_on(byte_tokenizer):
-    turns = [user("q1"), assistant("a1", thinking="r1"), user("q2"), assistant("a2", thinking="r2")]
-    assert marked(byte_tokenizer(CHANNELS), *turns) == (
-        "<|start|>user[]q1<s><|start|>assistant\u27ea[final]a1\u27eb<s>"
-        "<|start|>user[]q2<s><|start|>assistant\u27ea[analysis]r2<s><|start|>assistant[final]a2<|end|>\u27eb"
-    )
-
-
-def test_turns_of_channels_in_a_row(byte_tokenizer):
-    assert marked(byte_tokenizer(CHANNELS), user("q"), assistant("a1"), assistant("a2"), user("r"), assistant("b")) == (
-        "<|start|>user[]q<s><|start|>assistant\u27ea[final]a1\u27eb<s><|start|>assistant\u27ea[final]a2\u27eb<s>"
-        "<|start|>user[]r<s><|start|>assistant\u27ea[final]b<|end|>\u27eb"
-    )
-
-
-def test_calls_in_a_channel(byte_tokenizer):
-    turns = [user("q"), assistant("", ("add", {"a": 1}), thinking="r"), result("2"), assistant("a"), user("q2")]
-    assert marked(byte_tokenizer(CHANNELS), *turns) == (
-        "<|start|>user[]q<s><|start|>assistant\u27ea"
-        ' to=add[commentary]{"a": 1}<call>\u27eb<|start|>tool to=assistant[commentary]"2"<s>'
-        "<|start|>assistant\u27ea[final]a\u27eb<s><|start|>user[]q2<s>"
     )
 
 
@@ -169,9 +174,7 @@ def test_what_a_template_leaves_out_of_a_conversation(byte_tokenizer, template, 
     if problem is None:
         assert "\u27ea" in marked(byte_tokenizer(template), *turns)
     else:
-        with pytest.raises(DataError) as error:
-            marked(byte_tokenizer(template), *turns)
-        assert error.value.problems == [problem]
+        assert refused(marked, byte_tokenizer(template), *turns) == [problem]
 
 
 def test_a_call_whose_thinking_is_left_out_once_it_is_answered(byte_tokenizer):
@@ -185,14 +188,6 @@ def test_a_call_whose_thinking_is_left_out_once_it_is_answered(byte_tokenizer):
         '<|start|>user[]q<s><|start|>assistant\u27ea to=add[commentary]{"a": 1}<call>\u27eb'
         '<|start|>tool to=assistant[commentary]"2"<s><|start|>assistant\u27ea to=add[commentary]{"a": 3}<call>\u27eb'
         '<|start|>tool to=assistant[commentary]"4"<s><|start|>assistant\u27ea[final]a<|end|>\u27eb'
-    )
-
-
-def test_a_newline_between_turns_that_the_prompt_lacks(byte_tokenizer):
-    turns = [user("q"), assistant("a1"), assistant(" \na2"), user("r"), assistant("b")]
-    assert marked(byte_tokenizer(NEWLINE_BETWEEN_TURNS), *turns) == (
-        "<s><user>\nq\n<assistant>\n\u27eaa1<|end|>\u27eb\n<assistant>\n\u27ea \na2<|end|>\u27eb\n"
-        "<user>\nr\n<assistant>\n\u27eab<|end|>\u27eb"
     )
 
 
@@ -225,9 +220,7 @@ def test_only_the_completion_of_a_prompt_that_ends_in_a_turn_of_the_assistant(by
 
 def test_a_turn_that_opens_another_way_than_the_prompt_is_an_error(byte_tokenizer):
     template = PROMPT_OPENS_THINKING.replace("else '<Assistant>')", "else '<Assistant>[x]')")
-    with pytest.raises(DataError) as error:
-        marked(byte_tokenizer(template), user("q"), assistant("a"))
-    assert error.value.problems == [
+    assert refused(marked, byte_tokenizer(template), user("q"), assistant("a")) == [
         "f:1: the tokens of turn 1 cannot be distinguished from the rest: with this chat template the turn opens with "
         "'<Assistant>[x]', and the generation prompt with '<Assistant><think>\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"

@@ -17,6 +17,7 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from tests.support.chat_templates import THINKING
 from tests.support.grpo_inputs import environment_section
+from tests.unit.data.conftest import refused
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -66,13 +67,7 @@ def test_a_turn_may_do_nothing_but_call(content):
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        ({"a": 1, "b": None}, {"a": 1}),
-        ('{"a": 1, "b": null}', {"a": 1, "b": None}),
-        ("", {}),
-        (None, {}),
-        ({}, {}),
-    ],
+    [({"a": 1, "b": None}, {"a": 1}), ('{"a": 1, "b": null}', {"a": 1, "b": None}), ("", {}), (None, {}), ({}, {})],
 )
 def test_arguments_become_an_object(arguments, expected):
     turn = parsed_turn(calling(tool_calls=[call_with(arguments)]))
@@ -343,9 +338,9 @@ def test_a_name_that_the_template_does_not_read(tokenizer, write_jsonl):
 )
 def test_what_a_template_leaves_out_is_reported(byte_tokenizer, write_jsonl, template, reason):
     path = write_jsonl(conversation())
-    with pytest.raises(DataError) as error:
-        load_sft_dataset(path, "train", byte_tokenizer(template), 10_000)
-    assert error.value.problems[0].startswith(f"{path}:1: {reason}")
+    assert refused(load_sft_dataset, path, "train", byte_tokenizer(template), 10_000)[0].startswith(
+        f"{path}:1: {reason}"
+    )
 
 
 def test_a_template_that_takes_arguments_for_a_text(byte_tokenizer, write_jsonl):

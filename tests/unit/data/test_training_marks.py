@@ -70,37 +70,31 @@ def test_marks_in_a_preference() -> None:
     assert found.chosen.trained_messages == found.rejected.trained_messages == frozenset({3})
 
 
+MARKS = "expected 0 or false (context), 1 or true (trained on)"
+
+
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("messages", "reason"),
     [
+        (turns(weight=0.5), f"messages[1].weight is '0.5', {MARKS}"),
+        (turns(loss="false"), f"messages[1].loss is 'false', {MARKS}"),
+        (turns(weight=0, loss=True), "messages[1] has marks that contradict each other: weight 0, loss True"),
         (
-            {"messages": turns(weight=0.5)},
-            "messages[1].weight is '0.5', expected 0 or false (context), 1 or true (trained on)",
-        ),
-        (
-            {"messages": turns(loss="false")},
-            "messages[1].loss is 'false', expected 0 or false (context), 1 or true (trained on)",
-        ),
-        (
-            {"messages": turns(weight=0, loss=True)},
-            "messages[1] has marks that contradict each other: weight 0, loss True",
-        ),
-        (
-            {"messages": turns(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])},
+            turns(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]),
             "messages[1] has 'train_detail', which is not read, expected weight, loss, train, training: a turn is"
             " trained on as a whole, or is context",
         ),
         (
-            {"messages": [{"role": "user", "content": "q", "train": True}, *turns()[1:]]},
+            [{"role": "user", "content": "q", "train": True}, *turns()[1:]],
             "messages[0].train marks a turn of role user, expected assistant: the model learns its own turns alone",
         ),
         (
-            {"messages": turns(weight=0)[:2]},
+            turns(weight=0)[:2],
             "every turn of the assistant is marked as context (weight, loss, train, training): nothing to train on",
         ),
     ],
 )
-def test_marks_that_cannot_be_honoured(record: dict[str, Any], reason: str) -> None:
+def test_marks_that_cannot_be_honoured(messages: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(RecordError) as caught:
-        parse_record(record, "f:1")
+        parse_record({"messages": messages}, "f:1")
     assert str(caught.value) == reason

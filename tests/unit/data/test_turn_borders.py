@@ -59,8 +59,7 @@ def spans(template, *messages, stops=("<|end|>", "<s>")):
 
 
 @pytest.mark.parametrize(
-    ("stops", "last"),
-    [(("<|end|>", "<s>"), "a2<|end|>"), (("<|end|>",), "a2<|end|>"), (("<s>",), "a2<|end|>\n<s>")],
+    ("stops", "last"), [(("<|end|>", "<s>"), "a2<|end|>"), (("<|end|>",), "a2<|end|>"), (("<s>",), "a2<|end|>\n<s>")]
 )
 def test_an_end_of_the_text_behind_the_end_of_the_turn(stops, last):
     _, trained = spans(ENDED_TWICE, QUESTION, A1, QUESTION, A2, stops=stops)

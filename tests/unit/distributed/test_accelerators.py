@@ -35,8 +35,7 @@ def test_a_name_is_that_of_one_card() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "H100", "8x", "8xH100x", "0x8xH100", "0xH100", "2x2x2xH100", "8 x H100", "8xV100", "x" * 999],
+    "text", ["", "H100", "8x", "8xH100x", "0x8xH100", "0xH100", "2x2x2xH100", "8 x H100", "8xV100", "x" * 999]
 )
 def test_anything_else_is_one_line(text: str) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -29,23 +29,17 @@ def test_a_cluster_that_is_large_enough(config: ClusterConfig, nodes: list[dict[
     assert describe_shortage(config, nodes) == []
 
 
+ON_CPUS = (
+    "the Ray cluster has 0; nearest: cluster.gpus_per_node=0, which trains on CPUs, with parallel sizes of"
+    " policy.megatron_cfg, such as expert_model_parallel_size, that divide cluster.cpu_workers_per_node"
+)
+
+
 @pytest.mark.parametrize(
     ("config", "nodes", "problem"),
     [
-        (
-            cluster_config(1, 8, 1),
-            [{"CPU": 2}],
-            "cluster.gpus_per_node: asked for 8 GPUs on one node, the Ray cluster has 0; nearest:"
-            " cluster.gpus_per_node=0, which trains on CPUs, with parallel sizes of policy.megatron_cfg, such as"
-            " expert_model_parallel_size, that divide cluster.cpu_workers_per_node",
-        ),
-        (
-            cluster_config(1, 1, 1),
-            [{"CPU": 2}],
-            "cluster.gpus_per_node: asked for 1 GPU on one node, the Ray cluster has 0; nearest:"
-            " cluster.gpus_per_node=0, which trains on CPUs, with parallel sizes of policy.megatron_cfg, such as"
-            " expert_model_parallel_size, that divide cluster.cpu_workers_per_node",
-        ),
+        (cluster_config(1, 8, 1), [{"CPU": 2}], f"cluster.gpus_per_node: asked for 8 GPUs on one node, {ON_CPUS}"),
+        (cluster_config(1, 1, 1), [{"CPU": 2}], f"cluster.gpus_per_node: asked for 1 GPU on one node, {ON_CPUS}"),
         (
             cluster_config(2, 8, 1),
             [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}],

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,10 +97,7 @@ def test_plain_by_hand():
     plan = plan_microbatches(
         [5] * 16, num_data_parallel_ranks=2, global_batch_size=8, batching=PlainBatching(micro_batch_size=2)
     )
-    assert plan.global_batches == (
-        (((0, 1), (2, 3)), ((4, 5), (6, 7))),
-        (((8, 9), (10, 11)), ((12, 13), (14, 15))),
-    )
+    assert plan.global_batches == ((((0, 1), (2, 3)), ((4, 5), (6, 7))), (((8, 9), (10, 11)), ((12, 13), (14, 15))))
     assert plan.num_microbatches == (2, 2)
 
 
@@ -151,17 +150,11 @@ def test_evaluation_fillers_are_the_shortest():
     assert plan_evaluation([7, 3], num_data_parallel_ranks=2, batching=PlainBatching(1)).fillers == ()
 
 
-def plan_error(lengths: list[int], ranks: int, size: int, batching: Batching, multiple: int = 1) -> str:
+def plan_error(lengths: list[int], ranks: int, size: int, batching: Batching, **more: Any) -> str:
     with pytest.raises(ConfigurationError) as error:
-        plan_microbatches(
-            lengths,
-            num_data_parallel_ranks=ranks,
-            global_batch_size=size,
-            batching=batching,
-            microbatch_multiple=multiple,
-        )
-    assert len(error.value.problems) == 1
-    return error.value.problems[0]
+        plan_microbatches(lengths, num_data_parallel_ranks=ranks, global_batch_size=size, batching=batching, **more)
+    (problem,) = error.value.problems
+    return problem
 
 
 def test_error_texts():
@@ -180,7 +173,9 @@ def test_error_texts():
         "policy.train_global_batch_size: got 6, expected a multiple of 4 (2 data-parallel ranks x"
         " policy.train_micro_batch_size 2)"
     )
-    assert "2 data-parallel ranks x 2 pipeline stages" in plan_error([1] * 6, 2, 6, PlainBatching(2), multiple=2)
+    assert "2 data-parallel ranks x 2 pipeline stages" in plan_error(
+        [1] * 6, 2, 6, PlainBatching(2), microbatch_multiple=2
+    )
     assert plan_error([1] * 6, 1, 4, PlainBatching(2)) == (
         "policy.train_global_batch_size: got 4, expected a divisor of the 6 sequences in the batch"
     )
@@ -227,21 +222,14 @@ def test_neighbours_of_a_group_share_a_microbatch(
 
 
 def test_error_texts_of_groups() -> None:
-    def text(lengths: list[int], size: int, batching: Batching) -> str:
-        with pytest.raises(ConfigurationError) as caught:
-            plan_microbatches(
-                lengths, num_data_parallel_ranks=1, global_batch_size=size, batching=batching, group_size=2
-            )
-        return caught.value.problems[0]
-
-    assert text([1, 1, 1, 1], 4, PlainBatching(1)) == (
+    assert plan_error([1, 1, 1, 1], 1, 4, PlainBatching(1), group_size=2) == (
         "policy.train_global_batch_size: got 4, expected a divisor of the 2 groups of 2 sequences in the batch"
     )
-    assert text([1, 1, 5, 9], 2, DynamicBatching(17)) == (
+    assert plan_error([1, 1, 5, 9], 1, 2, DynamicBatching(17), group_size=2) == (
         "policy.dynamic_batching.train_mb_tokens: got 17, expected at least 18: sequences 2 to 3 of the batch, which"
         " run together, have 5 and 9 tokens (18 with padding)"
     )
-    assert text([1, 1, 5, 9], 2, PackedBatching(13)) == (
+    assert plan_error([1, 1, 5, 9], 1, 2, PackedBatching(13), group_size=2) == (
         "policy.sequence_packing.train_mb_tokens: got 13, expected at least 14: sequences 2 to 3 of the batch, which"
         " run together, have 5 and 9 tokens"
     )

@@ -129,11 +129,7 @@ def test_responses_to_one_image_count_it_once(kind: Any) -> None:
     images = [{1: LIMIT}] * 8 + [{2: LIMIT}] * 8
     lengths = [5] * 8 + [4] * 8
     (by_rank,) = plan_microbatches(
-        lengths,
-        num_data_parallel_ranks=1,
-        global_batch_size=16,
-        batching=kind(1000, max_patches=LIMIT),
-        images=images,
+        lengths, num_data_parallel_ranks=1, global_batch_size=16, batching=kind(1000, max_patches=LIMIT), images=images
     ).global_batches
     assert by_rank == ((tuple(range(8)), tuple(range(8, 16))),)
     alone = kind(1000, max_patches=LIMIT - 1)

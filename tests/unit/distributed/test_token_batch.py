@@ -53,13 +53,6 @@ def test_select_leaves_the_batch_alone():
     assert 7 not in batch.input_ids
 
 
-def test_the_first_token_never_counts():
-    batch = make_batch([4, 1])
-    batch.token_mask[:, 0] = True
-    assert batch.num_valid_tokens() == 3
-    assert count_trained_sequences(batch) == 1
-
-
 @settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
 def test_selecting_keeps_every_real_token(lengths: list[int], data: st.DataObject):
@@ -71,30 +64,65 @@ def test_selecting_keeps_every_real_token(lengths: list[int], data: st.DataObjec
         assert torch.equal(chosen.input_ids[row, : lengths[index]], batch.input_ids[index, : lengths[index]])
 
 
-def test_a_shard_carries_the_totals_of_the_global_batch():
-    batch = make_batch([5, 2, 3, 4])
-    shard = make_shard(batch, [(0, 2), (3,)], totals=batch)
-    assert [microbatch.lengths.tolist() for microbatch in shard.microbatches] == [[5, 3], [4]]
-    assert (shard.global_valid_tokens, shard.global_sequences) == (10, 4)
-
-
-def test_fillers_run_but_do_not_count():
-    batch = make_batch([5, 2, 3])
-    filled = append_fillers(batch, (1, 1))
-    assert len(filled) == 5
-    assert filled.lengths.tolist() == [5, 2, 3, 2, 2]
-    assert torch.equal(filled.token_mask[:3], batch.token_mask)
-    assert not filled.token_mask[3:].any()
-    assert filled.num_valid_tokens() == batch.num_valid_tokens()
-    assert batch.token_mask[1].any(), "the sequence that was repeated still counts once"
-
-
-def test_no_fillers_no_copy():
-    batch = make_batch([5])
-    assert append_fillers(batch, ()) is batch
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_extra_of_one_value_a_sequence_is_not_cut(rows: int):
     batch = make_batch([4] * rows)
     assert batch.select([0]).columns["reward"].values.shape == (1,)
+
+
+LENGTHS = (3, 5, 2, 4)
+
+
+@pytest.fixture
+def batch() -> TokenBatch:
+    """Four sequences: two trained tokens, four, one that has no prediction and so none, and none."""
+    mask = torch.zeros(4, 5, dtype=torch.bool)
+    mask[0, 1:3] = True
+    mask[1, :5] = True
+    mask[2, 0] = True
+    return TokenBatch(
+        input_ids=torch.arange(20).reshape(4, 5),
+        lengths=torch.tensor(LENGTHS),
+        token_mask=mask,
+        sample_ids=("a", "b", "c", "d"),
+        columns={"advantages": per_sequence(torch.tensor([0.0, 1.0, 2.0, 3.0]))},
+    )
+
+
+def test_only_sequences_with_a_predicted_target_count(batch: TokenBatch) -> None:
+    assert count_trained_sequences(batch) == 2
+    assert batch.num_valid_tokens() == 6
+
+
+def test_shard_holds_its_microbatches_and_the_totals_of_all(batch: TokenBatch) -> None:
+    shard = make_shard(batch, [(0, 2), (3,)], batch)
+    assert [microbatch.sample_ids for microbatch in shard.microbatches] == [("a", "c"), ("d",)]
+    assert shard.microbatches[0].input_ids.tolist() == [[0, 1, 2], [10, 11, 12]], "cut to its own longest sequence"
+    assert shard.microbatches[1].input_ids.tolist() == [[15, 16, 17, 18]]
+    assert shard.microbatches[0].columns["advantages"].values.tolist() == [0.0, 2.0]
+    assert (shard.global_valid_tokens, shard.global_sequences) == (6, 2)
+
+
+def test_totals_are_of_the_global_batch_alone(batch: TokenBatch) -> None:
+    shard = make_shard(batch, [(0,)], batch.select((0, 2)))
+    assert (shard.global_valid_tokens, shard.global_sequences) == (2, 1)
+
+
+def test_shards_of_all_ranks_share_the_totals_and_the_sequences(batch: TokenBatch) -> None:
+    shards = [make_shard(batch, microbatches, batch) for microbatches in ([(0, 1)], [(2, 3)])]
+    assert len({(shard.global_valid_tokens, shard.global_sequences) for shard in shards}) == 1
+    trained = sum(microbatch.num_valid_tokens() for shard in shards for microbatch in shard.microbatches)
+    assert trained == shards[0].global_valid_tokens
+
+
+def test_fillers_repeat_sequences_and_never_count(batch: TokenBatch) -> None:
+    filled = append_fillers(batch, (1, 1))
+    assert filled.sample_ids == ("a", "b", "c", "d", "b", "b")
+    assert torch.equal(filled.input_ids[4], batch.input_ids[1])
+    assert filled.num_valid_tokens() == batch.num_valid_tokens() == 6
+    assert count_trained_sequences(filled) == 2
+    assert filled.lengths.tolist() == [3, 5, 2, 4, 5, 5]
+    assert torch.equal(filled.token_mask[:4], batch.token_mask)
+    assert not filled.token_mask[4:].any()
+    assert batch.token_mask[1].all(), "the batch itself is left as it is"
+    assert append_fillers(batch, ()) is batch

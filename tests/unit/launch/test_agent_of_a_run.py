@@ -37,31 +37,19 @@ def test_an_agent_is_prepared_for_models_with_and_without_a_format_of_calls(mode
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("setting", "message"),
     [
-        (
-            ["env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:agnet"],
-            "env.driver.program: tests.support.agents_of_tests:agnet: ",
-        ),
-        (
-            ["env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:MARK"],
-            "env.driver.program: tests.support.agents_of_tests:MARK is ",
-        ),
-        (
-            ["env.driver.kind=agent", "env.driver.program=psutil:boot_time"],
-            "env.driver.program: psutil:boot_time() cannot be called with one AgentTask: too many",
-        ),
-        (
-            ["env.driver.kind=agent", "env.driver.program=[no-such-program]"],
-            "env.driver.program: there is no program 'no-such-program'; expected",
-        ),
-        ([*AGENT, "env.driver.format=hermess"], "env.driver.format: got 'hermess', expected one of hermes"),
+        ("program=tests.support.agents_of_tests:agnet", "program: tests.support.agents_of_tests:agnet: "),
+        ("program=tests.support.agents_of_tests:MARK", "program: tests.support.agents_of_tests:MARK is "),
+        ("program=psutil:boot_time", "program: psutil:boot_time() cannot be called with one AgentTask: too many"),
+        ("program=[no-such-program]", "program: there is no program 'no-such-program'; expected"),
+        ("format=hermess", "format: got 'hermess', expected one of hermes"),
     ],
 )
-def test_agents_that_cannot_be_used_are_refused(more: list[str], message: str) -> None:
+def test_agents_that_cannot_be_used_are_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        prepared("tiny_qwen3_moe_tools", *more)
-    assert str(caught.value).startswith(message)
+        prepared("tiny_qwen3_moe_tools", *AGENT, f"env.driver.{setting}")
+    assert str(caught.value).startswith(f"env.driver.{message}")
     assert "\n" not in str(caught.value)
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from nemo_rl_moe import cli
+from tests.unit.config.conftest import about_keys
 
 TINY = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe_tools"
 RUN = f"""
@@ -41,16 +42,22 @@ def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFi
     assert printed.err == ""
 
 
+MISSING = {
+    "data.train.path=prompt.jsonl": "prompt.jsonl not found in the working folder ",
+    "policy.model_name=./nothing": "nothing not found in the working folder ",
+    "env.reward.function=first_day_reward:scor": "first_day_reward:scor: first_day_reward has no scor; did you mean"
+    " score?",
+    "env.reward.function=no_such_day:score": "no_such_day:score: there is no module ",
+    "logger.backends=[no_such_day:Logger]": "no_such_day:Logger: there is no module ",
+    "grpo.adv_estimator.name=no_such_day:best": "no_such_day:best: there is no module ",
+    "loss_fn.objective=no_such_day:clip": "no_such_day:clip: there is no module no_such_day",
+}
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("data.train.path=prompt.jsonl", "data.train.path: prompt.jsonl not found in the working folder "),
-        ("policy.model_name=./nothing", "policy.model_name: nothing not found in the working folder "),
-        (
-            "env.reward.function=first_day_reward:scor",
-            "env.reward.function: first_day_reward:scor: first_day_reward has no scor; did you mean score?",
-        ),
-        ("env.reward.function=no_such_day:score", "env.reward.function: no_such_day:score: there is no module "),
+        *about_keys(MISSING),
         (
             "env.driver={kind: tools, tools: [no_such_day:tool]}",
             "env.driver.tools: no_such_day:tool: there is no module no_such_day",
@@ -59,9 +66,6 @@ def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFi
             "env.driver={kind: tools, tools: [calculatr]}",
             "env.driver.tools: got 'calculatr', expected package.module:function, or one of ",
         ),
-        ("logger.backends=[no_such_day:Logger]", "logger.backends: no_such_day:Logger: there is no module "),
-        ("grpo.adv_estimator.name=no_such_day:best", "grpo.adv_estimator.name: no_such_day:best: there is no module "),
-        ("loss_fn.objective=no_such_day:clip", "loss_fn.objective: no_such_day:clip: there is no module no_such_day"),
     ],
 )
 def test_what_is_missing_ends_it_with_code_2(

@@ -35,35 +35,41 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GRPOMasterC
     return started
 
 
+OF_GENERATE = {
+    ("--temperature", "-1"): "--temperature: got -1 (int), expected a number from 0 to 100",
+    ("--temperature", "hot"): "--temperature: got 'hot' (str), expected a number from 0 to 100",
+    ("--top-p", "2"): "--top-p: got 2 (int), expected a number above 0 and up to 1",
+    ("--max-new-tokens", "0"): "--max-new-tokens: got 0 (int), expected a whole number above 0",
+    ("--max-new-tokens", "4096"): "--max-new-tokens: got 4096, expected less than policy.max_total_sequence_length",
+    ("--samples", "2", "--temperature", "0"): "--samples: got 2, expected 1 with --temperature 0",
+    ("--seed", "1.5"): "--seed: got 1.5",
+    ("--backend", "vlm"): "--backend: got 'vlm'",
+    ("--prompts", "promts.txt"): "--prompts: promts.txt not found",
+    ("--model", "./nothing"): "--model: nothing not found",
+    ("--output", "prompts.txt"): "--output: prompts.txt exists already; name a new file",
+    ("--output", "no/such/folder/file"): "--output: got no/such/folder/file, and there is no folder no/such/folder",
+    ("policy.generation.max_new_token=3",): "policy.generation.max_new_token: unknown key; did you mean",
+}
+OF_EVALUATE = {
+    ("--output", "data"): "--output: data exists already; name a new or an empty folder",
+    ("data.validation=null",): "data.validation: got null, expected the prompts to evaluate with",
+    ("grpo.val_temperature=0",): "grpo.val_num_generations: got 4, expected 1 with grpo.val_temperature 0",
+    ("grpo.val_num_generation=8",): "grpo.val_num_generation: unknown key; did you mean grpo.val_num_generations?",
+}
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--temperature", "-1"], "--temperature: got -1 (int), expected a number from 0 to 100"),
-        (["--temperature", "hot"], "--temperature: got 'hot' (str), expected a number from 0 to 100"),
-        (["--top-p", "2"], "--top-p: got 2 (int), expected a number above 0 and up to 1"),
-        (["--max-new-tokens", "0"], "--max-new-tokens: got 0 (int), expected a whole number above 0"),
-        (
-            ["--max-new-tokens", "4096"],
-            "--max-new-tokens: got 4096, expected less than policy.max_total_sequence_length",
-        ),
-        (["--samples", "2", "--temperature", "0"], "--samples: got 2, expected 1 with --temperature 0"),
-        (["--seed", "1.5"], "--seed: got 1.5"),
-        (["--backend", "vlm"], "--backend: got 'vlm'"),
-        (["--prompts", "promts.txt"], "--prompts: promts.txt not found"),
-        (["--model", "./nothing"], "--model: nothing not found"),
-        (["--output", "prompts.txt"], "--output: prompts.txt exists already; name a new file"),
-        (
-            ["--output", "no/such/folder/file"],
-            "--output: got no/such/folder/file, and there is no folder no/such/folder",
-        ),
-        (["policy.generation.max_new_token=3"], "policy.generation.max_new_token: unknown key; did you mean"),
+        *(([*GENERATE, *words], problem) for words, problem in OF_GENERATE.items()),
+        *(([*EVALUATE, *words], problem) for words, problem in OF_EVALUATE.items()),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: value[0] if isinstance(value, list) else value,
 )
-def test_wrong_words_of_generate_are_reported_by_the_option(
+def test_wrong_words_are_reported_by_the_option(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str], started: list[GRPOMasterConfig]
 ) -> None:
-    assert cli.main([*GENERATE, *words]) == 2
+    assert cli.main(words) == 2
     output, errors = capsys.readouterr()
     assert (output, started) == ("", [])
     assert errors.startswith(f"error: {problem}")
@@ -75,26 +81,6 @@ def test_nearest_file_and_engine_are_named(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean prompts.txt?" in capsys.readouterr().err
     cli.main([*GENERATE, "--backend", "vlm"])
     assert "did you mean vllm?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--output", "data"], "--output: data exists already; name a new or an empty folder"),
-        (["data.validation=null"], "data.validation: got null, expected the prompts to evaluate with"),
-        (["grpo.val_temperature=0"], "grpo.val_num_generations: got 4, expected 1 with grpo.val_temperature 0"),
-        (["grpo.val_num_generation=8"], "grpo.val_num_generation: unknown key; did you mean grpo.val_num_generations?"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_wrong_words_of_evaluate(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], started: list[GRPOMasterConfig]
-) -> None:
-    assert cli.main([*EVALUATE, *words]) == 2
-    output, errors = capsys.readouterr()
-    assert (output, started) == ("", [])
-    assert errors.startswith(f"error: {problem}")
-    assert errors.count("\n") == 1
 
 
 def test_evaluate_wants_prompts_and_a_reward_function(capsys: pytest.CaptureFixture[str]) -> None:

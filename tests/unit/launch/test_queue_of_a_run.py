@@ -20,11 +20,7 @@ from tests.support.grpo_fakes import small_config, trajectory
 from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.support.scripted_rollouts import loader
 
-OF_TWO = (
-    "grpo.num_generations_per_prompt=2",
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=2",
-)
+OF_TWO = ("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4", "policy.train_micro_batch_size=2")
 ROUTES = StoredRows.of(np.zeros((2, 2, 1), dtype=np.int16))
 
 

@@ -50,12 +50,7 @@ def test_every_field_reaches_the_engine(speech: Speech) -> None:
     engine = {"backend", "vllm", "megatron_separate", "weight_transport", "lora_refit", "refit_check", "max_batch_size"}
     assert CHOSEN.keys() == GenerationConfig.model_fields.keys() - engine
     assert sampling_parameters(generation_config(**CHOSEN), speech, VOCABULARY_SIZE) == SamplingParameters(
-        max_new_tokens=7,
-        temperature=0.75,
-        top_k=5,
-        top_p=0.5,
-        stop_token_ids=(4, 3),
-        stop_strings=("</think>", "="),
+        max_new_tokens=7, temperature=0.75, top_k=5, top_p=0.5, stop_token_ids=(4, 3), stop_strings=("</think>", "=")
     )
 
 

@@ -23,6 +23,7 @@ from tests.functional import grpo_runs
 
 ASSETS = Path(__file__).resolve().parents[3] / "examples/assets"
 TOOLS = ("env.driver.kind=tools", "env.driver.tools=[calculator,tests.support.tool_functions:look_up]")
+CALCULATOR = ["env.driver.kind=tools", "env.driver.tools=[calculator]"]
 SETTINGS = "env.driver.parameters={look_up: {dictionary: words.txt}}"
 
 
@@ -76,11 +77,7 @@ def test_tools_are_described_and_their_format_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        (
-            "tiny_qwen3_moe",
-            ["env.driver.kind=tools", "env.driver.tools=[calculator]"],
-            "env.driver: the chat template cannot render a tool call and its result",
-        ),
+        ("tiny_qwen3_moe", CALCULATOR, "env.driver: the chat template cannot render a tool call and its result"),
         (
             "tiny_qwen3_moe_tools",
             ["env.driver.kind=tools", "env.driver.tools=[calculater]"],
@@ -89,7 +86,7 @@ def test_tools_are_described_and_their_format_is_found(tmp_path: Path) -> None:
         ("tiny_qwen3_moe_tools", [*TOOLS], "env.driver.parameters.look_up.dictionary: is missing"),
         (
             "tiny_qwen3_moe_tools",
-            ["env.driver.kind=tools", "env.driver.tools=[calculator]", "env.driver.format=hermess"],
+            [*CALCULATOR, "env.driver.format=hermess"],
             "env.driver.format: got 'hermess', expected one of hermes",
         ),
     ],

@@ -12,13 +12,7 @@ import pytest
 
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.runs.folder.conversations import (
-    ConversationTurn,
-    RolloutTimes,
-    ToolUse,
-    conversation_of,
-    times_of,
-)
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse, conversation_of, times_of
 from nemo_rl_moe.runs.folder.sample_text import ShownSample, TextLimits, as_text, sample_lines
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.folder.saved_samples import (

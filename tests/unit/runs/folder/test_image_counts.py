@@ -36,13 +36,7 @@ def test_written_joined_and_cut_back(tmp_path: Path) -> None:
     assert found.steps.tolist() == list(range(1, last + 1))
     assert found.image_counts is not None
     np.testing.assert_array_equal(found.image_counts, found.counts // 3)
-    assert pq.read_table(tmp_path / FOLDER_NAME).column_names == [
-        "step",
-        "layer",
-        "expert",
-        "count",
-        "image_count",
-    ]
+    assert pq.read_table(tmp_path / FOLDER_NAME).column_names == ["step", "layer", "expert", "count", "image_count"]
     rewind_steps(TABLE, tmp_path, 40)  # inside the joined file
     write(tmp_path, range(41, 44))
     found = read_expert_load(tmp_path)

@@ -66,16 +66,10 @@ def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
         file.write(line_of(4, 9.0))
     new = tail.read()
     assert (steps_of(new), new.begins_anew) == ([4], False)
-
-
-def test_a_file_that_was_cut_and_has_grown_beyond_its_former_length_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    path.write_bytes(line_of(1) + line_of(2) + line_of(3))
-    tail.read()
-    path.write_bytes(line_of(1) + line_of(2, 5.0) + line_of(3, 5.0) + line_of(4))
+    # Cut, and grown beyond its former length.
+    path.write_bytes(line_of(1) + b"".join(line_of(step, 5.0) for step in range(2, 6)))
     new = tail.read()
-    assert (steps_of(new), new.begins_anew) == ([1, 2, 3, 4], True)
+    assert (steps_of(new), new.begins_anew) == ([1, 2, 3, 4, 5], True)
 
 
 def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:

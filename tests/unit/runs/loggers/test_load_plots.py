@@ -4,6 +4,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -93,28 +94,29 @@ def test_a_slow_backend_loses_plots_and_no_step(
     assert warnings == ["logger x: 16 steps' plots were dropped while it was silent"]
 
 
+@pytest.mark.parametrize(
+    ("no_plots_at", "asked_at", "taken_at"),
+    [
+        (range(3, 99), [1, 2, 3, 4, 5], [1, 2]),  # after three failures in a row it is not asked again
+        ((2, 3, 5, 6), list(range(1, 12)), [1, 4, 7, 8, 9, 10, 11]),
+    ],
+    ids=["for good", "in passing"],
+)
 def test_a_backend_that_takes_no_plots_is_reported_once_and_keeps_its_metrics(
-    warnings: list[str], drawn_in: list[threading.Thread]
+    warnings: list[str],
+    drawn_in: list[threading.Thread],
+    no_plots_at: Sequence[int],
+    asked_at: list[int],
+    taken_at: list[int],
 ) -> None:
-    backend = ListBackend(no_plots_at=range(3, 99))
+    backend = ListBackend(no_plots_at=no_plots_at)
     loggers = fan_out([backend], warnings, 1, PATIENT)
     log(loggers, range(1, 12))
     loggers.close()
     assert [step for kind, step in backend.calls if kind == "step"] == list(range(1, 12))
-    assert backend.asked_for_plots_at == [1, 2, 3, 4, 5], "after three failures in a row it is not asked again"
-    assert len(drawn_in) == 5
-    assert warnings == [FAILS.format(3)]
-
-
-def test_passing_failures_of_a_backend_do_not_end_its_plots(
-    warnings: list[str], drawn_in: list[threading.Thread]
-) -> None:
-    backend = ListBackend(no_plots_at=(2, 3, 5, 6))
-    loggers = fan_out([backend], warnings, 1, PATIENT)
-    log(loggers, range(1, 9))
-    loggers.close()
-    assert sorted(backend.plots) == [1, 4, 7, 8]
-    assert warnings == [FAILS.format(2)]
+    assert (backend.asked_for_plots_at, sorted(backend.plots)) == (asked_at, taken_at)
+    assert len(drawn_in) == len(asked_at)
+    assert warnings == [FAILS.format(no_plots_at[0])]
 
 
 def test_drawing_that_fails_is_reported_once(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
