@@ -271,7 +271,7 @@ class RolloutMegatronConfig(MegatronConfig):
 
     capture_routing: bool
     """Keep the routed experts of each rollout's tokens, and compare them with the experts that training chooses. vLLM
-    on GPUs returns the experts only with `routing_replay: rollout`, because returning them disables CUDA graphs."""
+    on GPUs returns the experts only with `routing_replay: rollout`, because captured routes exclude a prefix cache."""
     routing_replay: Literal["none", "rollout", "old_policy"]
     """Which experts the training pass uses. Their probabilities are always computed anew. none: the experts that the
     routers choose. rollout: the experts of the rollout, also in log-probability passes (R3). old_policy: the experts of

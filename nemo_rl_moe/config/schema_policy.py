@@ -278,7 +278,8 @@ class PolicyConfig(StrictModel):
     """Settings for putting samples of similar length into one microbatch, as many as fit."""
     shared_prefix: bool | Literal["auto"]
     """Compute the common prefix of sequences in a microbatch once, such as the prompt of several responses. Results are
-    the same. auto: if a batch then has at least a third fewer tokens."""
+    those of separate sequences. With routing replay, all responses to a prompt use the prompt's experts of the first
+    response in the microbatch. auto: share if a batch then has at least a third fewer tokens. On CPUs only."""
     freeze: FreezeConfig
     """Parts that are not trained."""
     lora: LoraConfig | None
