@@ -50,8 +50,8 @@ class Rotation:
             return heads.roll(half, -1)
         return torch.cat([heads[..., half:rotated], heads[..., :half], heads[..., rotated:]], -1)
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only the angles of the sequences with these row indices."""
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        """Select the angles of sequences by row index. An index may occur several times."""
         if self.of_rows:
             self.cosines, self.sines = self.cosines.index_select(1, rows), self.sines.index_select(1, rows)
 
@@ -74,10 +74,10 @@ class PaddedInferenceContext(StaticInferenceContext):
             self._hidden_slots = torch.arange(num_slots, device=num_pads.device) < num_pads[:, None, None, None]
         self._mask: tuple[tuple[int, int], Tensor] | None = None
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        self.rotation.keep_rows(rows)
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        self.rotation.select_rows(rows)
         for cache in self.key_value_memory_dict.values():
-            cache.keep_rows(rows)
+            cache.select_rows(rows)
         if self._hidden_slots is not None:
             self._hidden_slots = self._hidden_slots.index_select(0, rows)
         self._mask = None
@@ -193,8 +193,8 @@ class SelfAttentionCache:
         rotation = self._context.rotation
         return rotation.cosines[slots] * self._weight, rotation.sines[slots] * self._swapped
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only the sequences with these row indices. The rotation stays, because all layers share it."""
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        """Select sequences by row index. The rotation stays, because all layers share it."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
     def attend(self, mixed: Float[Tensor, "queries rows mixed"]) -> Float[Tensor, "queries rows heads_dim"]:

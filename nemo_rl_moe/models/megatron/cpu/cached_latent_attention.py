@@ -52,8 +52,8 @@ class LatentAttentionCache:
             rows, self._heads, slots, self._value
         )
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only the sequences with these row indices. The rotation stays, because all layers share it."""
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        """Select sequences by row index. The rotation stays, because all layers share it."""
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
 
     def attend(self, inputs: Float[Tensor, "queries rows hidden"]) -> Float[Tensor, "queries rows heads_value_dim"]:

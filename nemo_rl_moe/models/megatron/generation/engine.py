@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation engine on the weights of the training ranks, with Megatron-Core's modules and a key-value cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
-from nemo_rl_moe.models.megatron.generation.prompt_images import input_problem
+from nemo_rl_moe.models.megatron.generation.prompt_images import identity_of, input_problem
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
 from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
 from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
@@ -204,19 +204,27 @@ class MegatronGenerator:
         responses = Responses(
             len(batch), parameters.max_new_tokens, stop, reports_kept_mass=parameters.draws_from_a_part
         )
-        inputs_of_rows = [request.model_inputs[index] for index in batch] if request.model_inputs else []
-        cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads, inputs_of_rows)
+        firsts, copies = _distinct_prompts(request, batch)
+        copies_on_device = torch.tensor(copies, device=self._device) if len(firsts) < len(batch) else None
+        prefill = plan if copies_on_device is None else plan.select(torch.tensor(firsts, device=self._device))
+        inputs_of_rows = [request.model_inputs[batch[row]] for row in firsts] if request.model_inputs else []
+        cached = self._passes.new_batch(len(firsts), len(plan.prompt_tokens), prefill.num_pads, inputs_of_rows)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
         routes = None
         if self._hooks is not None:
             routes = CapturedRoutes(self._hooks, int(self._config.moe_router_topk), self._device)
-        inputs, last_prompt = plan.prompt_tokens[: plan.prefill].t(), first_sampled.max()
+        inputs, last_prompt = prefill.prompt_tokens[: plan.prefill].t(), first_sampled.max()
         while True:
             first_slot = cached.num_filled
             logits = self._passes.logits(inputs, cached)
             slot = cached.num_filled
             if routes is not None:
-                routes.add(slot - first_slot, rows)
+                routes.add(slot - first_slot, rows, copies_on_device)
+            if copies_on_device is not None:
+                # The first pass ran each distinct prompt once. From here on, every sequence has its own row.
+                logits = None if logits is None else logits.index_select(0, copies_on_device)
+                cached.select_rows(copies_on_device)
+                copies_on_device = None
             chosen, kept_tokens = self._choose(logits, plan.uniforms[slot], parameters)
             token_ids, logprobs, kept_mass = chosen.cpu().numpy()
             kept_ids = None if kept_tokens is None else kept_tokens.cpu().numpy()
@@ -232,8 +240,8 @@ class MegatronGenerator:
             if num_ended >= LEAVE_SHARE * len(rows):
                 rows, first_sampled = rows[~ended], first_sampled[~ended]
                 kept = torch.from_numpy(np.flatnonzero(~ended)).to(self._device)
-                plan, inputs = plan.keep(kept), inputs[kept]
-                cached.keep_rows(kept)
+                plan, inputs = plan.select(kept), inputs[kept]
+                cached.select_rows(kept)
             inputs = inputs[:, None]
 
     def _routed_experts(
@@ -268,6 +276,19 @@ class MegatronGenerator:
         if self._model_parallel is not None:
             dist.broadcast(chosen, src=self._sampling_rank, group=self._model_parallel)
         return chosen, kept_tokens
+
+
+def _distinct_prompts(request: GenerationBatch, batch: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the first row with each distinct prompt of a batch, and for each row the index of its prompt in them."""
+    numbers: dict[Hashable, int] = {}
+    firsts, copies = [], []
+    for row, index in enumerate(batch):
+        images = identity_of(request.model_inputs[index]) if request.model_inputs else ()
+        number = numbers.setdefault((tuple(request.prompts[index]), images), len(firsts))
+        if number == len(firsts):
+            firsts.append(row)
+        copies.append(number)
+    return firsts, copies
 
 
 def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:

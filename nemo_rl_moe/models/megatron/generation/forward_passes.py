@@ -25,14 +25,14 @@ from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 
 class StockInferenceContext(StaticInferenceContext):
-    """Megatron-Core's key-value cache, from which rows can be dropped."""
+    """Megatron-Core's key-value cache, whose rows can be dropped or copied."""
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only the sequences with these row indices."""
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        """Select sequences by row index. An index may occur several times."""
         memory = self.key_value_memory_dict
         for layer_number, kept in memory.items():
             if isinstance(kept, DeltaNetState):
-                kept.keep_rows(rows)
+                kept.select_rows(rows)
             else:
                 memory[layer_number] = tuple(tensor.index_select(1, rows) for tensor in kept)
 
@@ -81,10 +81,10 @@ class CachedBatch:
         filled: int = self.context.sequence_len_offset
         return filled
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        self.context.keep_rows(rows)
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        self.context.select_rows(rows)
         if self.images is not None:
-            self.images.keep_rows(rows)
+            self.images.select_rows(rows)
 
 
 class ForwardPasses:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of prompts in generation. The tower runs once for a batch, and the features go into the slots of the cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -45,6 +45,11 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     if marked != expected:
         return f"has {marked} image tokens, expected {expected}, which is what its {len(sizes)} images give"
     return None
+
+
+def identity_of(inputs: Inputs) -> Hashable:
+    """Return a value that is equal for two prompts with equal images at the same tokens."""
+    return tuple(inputs[name].values.tobytes() for name in (IMAGE_IDS, IS_IMAGE) if inputs)
 
 
 class PromptImages:
@@ -96,7 +101,7 @@ class PromptImages:
         )
         return embeddings.where(is_image, hidden), [each.where(is_image, 0.0) for each in deep]
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
         if self.positions is not None and self.positions.shape[1] > 1:
             self.positions = self.positions.index_select(1, rows)
         if self._features is not None:

@@ -112,8 +112,8 @@ class SlotPlan:
     num_pads: Int[Tensor, " rows"] | None
     prefill: int
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "SlotPlan":
-        """Return the plan for only the sequences with these row indices."""
+    def select(self, rows: Int[Tensor, " selected"]) -> "SlotPlan":
+        """Return the plan of the sequences with these row indices. An index may occur several times."""
         return SlotPlan(
             prompt_tokens=self.prompt_tokens.index_select(1, rows),
             uniforms=self.uniforms.index_select(1, rows),

@@ -114,8 +114,8 @@ class DeltaNetState:
     inputs: Float[Tensor, "rows taps_minus_1 channels"] | None = None
     memory: Float[Tensor, "rows heads key_dim value_dim"] | None = None
 
-    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only the sequences with these row indices."""
+    def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
+        """Select sequences by row index. An index may occur several times."""
         if self.inputs is not None and self.memory is not None:
             self.inputs, self.memory = self.inputs.index_select(0, rows), self.memory.index_select(0, rows)
 

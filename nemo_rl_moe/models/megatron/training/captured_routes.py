@@ -71,13 +71,23 @@ class CapturedRoutes:
         self._joined: list[Int[Tensor, "own_layers tokens topk"]] = []
         hooks.take()
 
-    def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
+    def add(self, num_slots: int, rows: Int[np.ndarray, " rows"], copies: Int[Tensor, " rows"] | None = None) -> None:
+        """Add the routed experts of a pass.
+
+        Args:
+            num_slots: Number of slots of the pass.
+            rows: Sequence of each row of the batch.
+            copies: Row of the pass that each row of the batch copies. None if the pass ran all rows of the batch.
+        """
         self._rows_of_slots += [rows] * num_slots
         self._num_kept += 1
         # If a pass has several columns, a layer may run twice: the second time only over the last column. The second
         # run is skipped.
-        if num_slots > 1 or self._num_kept == _MOST_PASSES_KEPT:
+        if num_slots > 1 or copies is not None or self._num_kept == _MOST_PASSES_KEPT:
             self._join()
+        if copies is not None and self._joined:
+            by_slot = self._joined[-1].unflatten(1, (num_slots, -1))
+            self._joined[-1] = by_slot.index_select(2, copies).flatten(1, 2)
 
     def _join(self) -> None:
         taken = self._hooks.take()

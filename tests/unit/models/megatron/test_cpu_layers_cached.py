@@ -97,7 +97,7 @@ def test_rows_leave_the_cache(rows_of_angles: int) -> None:
         rows = torch.tensor([0, 2])
         step = mixed[6:7].clone()
         if leaves:
-            context.keep_rows(rows)
+            context.select_rows(rows)
             outputs.append(cache.attend(step[:, rows]))
         else:
             outputs.append(cache.attend(step)[:, rows])

@@ -115,7 +115,19 @@ def compared(policy: PolicyConfig, model_type: str, folder: Path) -> dict[str, A
             "alone": [made(trainer.generate(sampled_request.share(row, 99), None))[0] for row in range(len(batch))],
             "backwards": made(trainer.generate(backwards, None))[::-1],
             "two at a time": made(trainer.generate(sampled_request, 2)),
+            # Each prompt twice in a batch, which computes it once.
+            "in a group": made(trainer.generate(twice(sampled_request), None))[len(batch) :],
         }
+
+
+def twice(request: GenerationBatch) -> GenerationBatch:
+    """Return the request with a second copy of all prompts. The first copies have other seeds."""
+    return GenerationBatch(
+        request.prompts * 2,
+        (*(seed + 50 for seed in request.seeds), *request.seeds),
+        request.sampling,
+        request.model_inputs * 2,
+    )
 
 
 @cache
@@ -160,7 +172,12 @@ def test_logprobs_are_those_of_the_trainer(model_type: str, layer_spec: str, fol
 @pytest.mark.parametrize(("model_type", "layer_spec"), CASES)
 @pytest.mark.parametrize(
     "other",
-    [pytest.param("alone", marks=pytest.mark.full), "backwards", pytest.param("two at a time", marks=pytest.mark.full)],
+    [
+        pytest.param("alone", marks=pytest.mark.full),
+        "backwards",
+        pytest.param("two at a time", marks=pytest.mark.full),
+        "in a group",
+    ],
 )
 def test_a_response_does_not_depend_on_the_batch(
     model_type: str, layer_spec: str, other: str, folders: dict[str, Path]
