@@ -75,7 +75,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Problems:
-    """The additions (pairs of summands) of each data set. No pair appears twice, not even in different sets."""
+    """The addition problems (pairs of summands) of each data set. No pair appears twice, not even in different sets."""
 
     validation: list[Problem]
     grpo: list[Problem]
@@ -84,8 +84,8 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Sample and return the additions of all sets, without repeats. `progress` is called with the number of additions
-    that have been sampled for training."""
+    """Sample and return the addition problems of all sets, without repeats. `progress` is called with the number of
+    addition problems that have been sampled for training."""
     seen: set[tuple[str, ...]] = set()
 
     def draw(name: str, size: int) -> Iterator[Problem]:
@@ -148,7 +148,7 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
 
 
 def working(left: str, right: str) -> str:
-    """Return the correct working of an addition."""
+    """Return the correct working of an addition problem."""
     return work_out(left, right)[0]
 
 
@@ -168,8 +168,8 @@ def with_a_slip(problem: Problem, chance: Random) -> str:
 
 
 def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object per addition, for SFT. The share `SHARE_WITH_WORKING` of the additions, chosen at random,
-    shows the working."""
+    """Return one JSON object per addition problem, for SFT. A random share of them (`SHARE_WITH_WORKING`) shows the
+    working."""
     count = round(SHARE_WITH_WORKING * len(problems))
     with_working = set(Random(f"{seed} {name}").sample(range(len(problems)), count))
     return [
@@ -179,7 +179,7 @@ def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
 
 
 def as_questions(problems: Sequence[Problem]) -> list[str]:
-    """Return one JSON object per addition, for GRPO: prompt, answer and metadata, but no completion."""
+    """Return one JSON object per addition problem, for GRPO: prompt, answer and metadata, but no completion."""
     return [
         json.dumps(
             {
@@ -193,7 +193,7 @@ def as_questions(problems: Sequence[Problem]) -> list[str]:
 
 
 def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object per addition, for DPO, with the right working and a working with an error."""
+    """Return one JSON object per addition problem, for DPO, with the right working and a working with an error."""
     chance = Random(f"{seed} {name}")
     return [
         json.dumps(
@@ -208,7 +208,7 @@ def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[st
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Sample the additions and write the files atomically, the manifest last."""
+    """Sample the addition problems and write the files atomically, the manifest last."""
     problems = draw_problems(parameters, progress)
     contents = (
         as_lines(problems.train, parameters.seed, "train"),
@@ -250,16 +250,19 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
     parser = argparse.ArgumentParser(description="Makes the data of the addition demo.")
     parser.add_argument("--output", type=Path, required=True, help="folder to which the files are written")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the sampled additions, 0 or more (default %(default)s)"
+        "--seed", type=int, default=0, help="seed of the sampled addition problems, 0 or more (default %(default)s)"
     )
     parser.add_argument(
-        "--num-train", type=int, default=30_000, help="number of additions for SFT (default %(default)s)"
+        "--num-train", type=int, default=30_000, help="number of addition problems for SFT (default %(default)s)"
     )
     parser.add_argument(
-        "--num-validation", type=int, default=256, help="number of additions to validate with (default %(default)s)"
+        "--num-validation",
+        type=int,
+        default=256,
+        help="number of addition problems for validation (default %(default)s)",
     )
     parser.add_argument(
-        "--num-grpo-prompts", type=int, default=480, help="number of additions for GRPO (default %(default)s)"
+        "--num-grpo-prompts", type=int, default=480, help="number of addition problems for GRPO (default %(default)s)"
     )
     parser.add_argument(
         "--num-preferences", type=int, default=4000, help="number of response pairs for DPO (default %(default)s)"
