@@ -16,7 +16,7 @@ def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
     if not sets:
         return
     if not mixture:
-        yield f"{DATA_KEY}: got {', '.join(sets)}, expected {{}} with {KEY} {{}}: there is one environment"
+        yield f"{DATA_KEY}: got {', '.join(sets)}, expected {{}} with {KEY} {{}}: the run has one environment"
         return
     for name in sets:
         if name not in mixture:
@@ -47,7 +47,7 @@ def environments_share_validation(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that prompts that environments share come from records, since only a record can name its environment."""
+    """Check that the prompts for several environments are records. Only a record can name its environment."""
     if not config.env.mixture or config.data.environments:
         return
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):

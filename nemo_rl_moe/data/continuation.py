@@ -197,7 +197,7 @@ class Continuation:
         # As in gpt-oss: the model writes the header itself, after thinking, which the template drops.
         _, found, text = own["content"].rpartition(header)
         if not found:
-            raise NoExtension(f"the chat template writes {header!r} before a turn's text, but the model has not")
+            raise NoExtension(f"the chat template writes {header!r} before a turn's text, but the model did not")
         return {**own, "content": text}
 
     def _plain(

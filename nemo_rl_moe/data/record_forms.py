@@ -55,7 +55,7 @@ class OwnForm:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """Return the keys of the data's record, for error messages."""
+        """Return the record's keys as they are in the data, for error messages."""
         return [key for key in self.record if key not in self.names]
 
     def name(self, own: str) -> str:
@@ -67,8 +67,8 @@ class OwnForm:
 class FormOfLines:
     """The keys of prompt and responses in the first line of a data set. All other lines must have the same keys.
 
-    This rule is needed because a key is not replaced by another one of the same usual meaning: in a line without
-    `completion`, for example, `answer` often means something else.
+    Without this rule, another usual key would replace a missing key. If a line lacks `completion`, for example, its
+    `answer` would be the response, although `answer` often means something else there.
     """
 
     _first: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -267,8 +267,8 @@ def _is_second_better(record: Mapping[str, Any], pair: tuple[str, str]) -> bool:
     found = [name for name in COMPARISONS if record.get(name) is not None]
     if len(found) != 1:
         raise RecordError(
-            f"the line has {' and '.join((*pair, *found))}, expected one of {', '.join(COMPARISONS)} with them;"
-            " or set data.chosen_key and data.rejected_key"
+            f"the line has {' and '.join((*pair, *found))}, expected one of {', '.join(COMPARISONS)} to"
+            " compare the responses; or set data.chosen_key and data.rejected_key"
         )
     preference = record[found[0]]
     if not isinstance(preference, int | float) or isinstance(preference, bool):

@@ -87,7 +87,7 @@ class SafetensorsFolder:
             raise _error(
                 self.folder,
                 f"holds {listed(pickles)} and no *.safetensors file: reading pickled weights can run code hidden in "
-                "them; convert them to safetensors where you trust them",
+                "them; convert them to safetensors if you trust them",
             )
         raise NoWeightsError(f"policy.model_name: {self.folder}: holds no *.safetensors file")
 

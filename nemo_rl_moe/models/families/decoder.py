@@ -115,8 +115,8 @@ def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) ->
         )
     if int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
         raise ConfigurationError(
-            f"{key}.partial_rotary_factor: got {factor}, expected a part of a head of {head_dim} that has an even "
-            "number of entries"
+            f"{key}.partial_rotary_factor: got {factor}, expected a factor that rotates an even number of the "
+            f"{head_dim} entries of a head, at least 2"
         )
     if _stretched(hf_config)[1] != 1.0:
         raise ConfigurationError(

@@ -280,8 +280,9 @@ class _Converted:
                 for experts in _experts(files.read(step)):
                     if shape is not None and experts.shape[1:] != shape and self._model is None:
                         raise DataError(
-                            f"{files.path}: step {step}: got {list(experts.shape[1:])} layers and experts of a token,"
-                            f" elsewhere {list(shape)}; add --model DIR, which has the layers with experts"
+                            f"{files.path}: step {step}: routes have shape {list(experts.shape[1:])} (layers, experts"
+                            f" per token), earlier ones {list(shape)}; add --model DIR, whose config.json shows which"
+                            " layers have experts"
                         )
                     if shape is None:
                         shape, written = experts.shape[1:], np.zeros(experts.shape[1], dtype=bool)

@@ -97,8 +97,8 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
         " env.mixture, which names math, code; did you mean code?",
         (*TWO, "+data.environments={math: {}}"): "data.environments.code: missing; expected a section such as {train:"
         " {path: prompts.jsonl}}, as there is one for math",
-        ("+data.environments.math={}",): "data.environments: got math, expected {} with env.mixture {}: there is one"
-        " environment",
+        ("+data.environments.math={}",): "data.environments: got math, expected {} with env.mixture {}: the run"
+        " has one environment",
         (*TWO, "data.train.path=prompts.txt"): "data.train.path: got prompts.txt, expected data whose records name an"
         " environment of env.mixture (data.environment_key: environment); or set separate data for each"
         " environment in data.environments",

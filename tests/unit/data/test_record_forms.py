@@ -332,8 +332,8 @@ def test_several_turns_of_hh_rlhf() -> None:
         (
             {"prompt": "q", "response_1": "a", "response_2": "b"},
             {},
-            "the line has response_1 and response_2, expected one of overall_preference, preference_strength with"
-            " them; or set data.chosen_key and data.rejected_key",
+            "the line has response_1 and response_2, expected one of overall_preference, preference_strength to"
+            " compare the responses; or set data.chosen_key and data.rejected_key",
         ),
         (
             {"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": "A"},

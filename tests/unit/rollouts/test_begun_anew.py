@@ -163,7 +163,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
         (
             ["no header<|return|>"],
             [USER],
-            "the chat template writes '<|channel|>final<|message|>' before a turn's text, but the model has not",
+            "the chat template writes '<|channel|>final<|message|>' before a turn's text, but the model did not",
         ),
     ],
 )
