@@ -45,7 +45,7 @@ def turn_advantages(inputs: EstimatorInputs, *, divides: bool) -> Float[Tensor, 
 
 
 def turn_grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations tokens"]:
-    """Return the advantage of its turn for each token, and 0 for tokens that the model did not sample."""
+    """Return each token's advantage, which is its turn's. Tokens that the model did not sample have 0."""
     of_turns = turn_advantages(inputs, divides=inputs.config.normalize_rewards)
     of_tokens = of_turns.gather(2, inputs.token_turns.clamp(min=0))
     return of_tokens.where(inputs.token_turns >= 0, 0.0)
@@ -54,14 +54,16 @@ def turn_grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups gener
 def any_turn_differs(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
     """Return which groups have a turn with an advantage other than 0.
 
-    A group may have one even if all its rewards are equal, because the responses may earn them in different turns.
+    A group may have such a turn even if all its responses have the same reward, because they may earn it in different
+    turns.
     """
     return (turn_advantages(inputs, divides=False) != 0).flatten(1).any(dim=1)
 
 
 def _has_turn(inputs: EstimatorInputs, num_turns: int) -> Bool[Tensor, "groups generations turns"]:
-    """Return which turns each compared response has. A response that failed before its first turn counts as having one
-    turn.
+    """Return a mask of each response's turns. It is False for responses that are not compared (`takes_part`).
+
+    A response that failed before its first turn counts as having one turn.
     """
     import torch
 

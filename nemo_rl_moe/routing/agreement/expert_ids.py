@@ -65,7 +65,8 @@ class ExpertCounts:
     agreed: Int[np.ndarray, " experts"]
 
     def seldom_agree(self, topk: int) -> tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]:
-        """Return captured ids that the router seldom chooses for the same tokens, and chosen ids seldom captured."""
+        """Return captured ids that the router seldom chooses for the same tokens, and the router's ids that are seldom
+        captured for the same tokens."""
         rows = max(self.captured.sum() / topk, 1)
         found = []
         for counts, others in ((self.captured, self.live), (self.live, self.captured)):
@@ -155,8 +156,10 @@ class _Together:
     def partners(self) -> dict[int, int]:
         """Return captured id -> router's id, for pairs of different ids that are each other's single best partner.
 
-        The best partner has the largest ratio of tokens with both ids to tokens with either id, because a popular
-        expert co-occurs with every other. This ratio must exceed that of the id with itself by `_LEAST_LEAD`.
+        The overlap of two ids is the number of tokens with both ids over the number of tokens with either id. Without
+        the division, popular experts would have the largest overlaps. The best partner of an id has the largest overlap
+        with it. The overlap of a pair must exceed, by `_LEAST_LEAD`, the overlap of the captured id with the same id of
+        the router.
         """
         overlap = _overlap(self.both, self.captured[:, None], self.live)
         itself = _overlap(self.itself, self.captured, self.itself_live)
@@ -222,7 +225,8 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
 
 
 def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, int]:
-    """Return the renumbering. A single open chain of ids is closed (last id -> first) if both ids are as frequent."""
+    """Return the renumbering. A single open chain of ids is closed (last id -> first id) if the last id is captured
+    about as often as the router chooses the first id."""
     (*starts,) = router_ids.keys() - set(router_ids.values())
     (*ends,) = set(router_ids.values()) - router_ids.keys()
     if len(starts) != 1:
@@ -233,7 +237,10 @@ def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, in
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
-    """Return the agreement with the router of ids before they are renumbered, over all rows of the step."""
+    """Return the share of the captured experts with an id in `router_ids` that the router also chooses.
+
+    Ids are compared without renumbering, in all rows of the step.
+    """
     ids = sorted(router_ids.keys() | set(router_ids.values()))
     return float(counts.agreed[ids].sum() / max(counts.captured[ids].sum(), 1))
 

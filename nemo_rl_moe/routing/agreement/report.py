@@ -28,8 +28,9 @@ class CheckTotals:
     """A step's counts over all ranks, on the host.
 
     Attributes:
-        by_slot: Counts of rows by kind (`Row`) and data-parallel rank, see `rows_by_rank`.
-        is_exact: Whether rollout and training compute in float32. If so, the same weights differ only in near ties.
+        by_slot: Number of captured rows of each kind (`Row`) for each data-parallel rank, see `rows_by_rank`.
+        is_exact: Whether rollout and training compute in float32. If so, their routers choose different experts with
+            the same weights only in near ties.
     """
 
     repeats: Int[Tensor, " kinds"]
@@ -52,7 +53,7 @@ class CheckTotals:
         return found
 
     def anomalies(self, num_layers: int) -> list[RoutingAnomaly]:
-        """Report repeated rows (experts of the token before) and a data-parallel rank with wrong routes.
+        """Report rows that repeat the experts of the previous token, and a data-parallel rank with wrong routes.
 
         Ranks are compared only if one version of the weights chose all experts. Otherwise one rank may have most of the
         rows of older weights, which agree less.

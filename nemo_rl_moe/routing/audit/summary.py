@@ -83,7 +83,7 @@ def lines_of(run: AuditedRun) -> list[str]:
 
 
 def _of_versions(run: AuditedRun) -> list[str]:
-    """Return a line about responses, at any step, that several weight versions sampled. Empty if there are none."""
+    """Return a note on the responses whose tokens come from several weight versions. Empty if no step has any."""
     names = ("rows", "agreement", "agreement_of_own", "agreement_of_newest")
     series = np.array([run.series(f"{PREFIX}{name}") for name in names])
     if not series.size:

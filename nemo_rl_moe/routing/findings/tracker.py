@@ -70,7 +70,8 @@ MOST_ROUNDED_SCALE = 1.5
 """Largest ratio of a router loss's gradient to that of its equation in bfloat16, which rounds it by up to a fifth."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Least rise of the overload factor above its usual level after which it is reported soon, if above its limit too."""
+"""Least rise of the overload factor above its usual level with which it is reported soon, if it is also above its
+limit."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,8 @@ def _is_same_episode(latest: Finding, since: int) -> bool:
 
 
 class _Streaks:
-    """Number of steps for which each of several conditions has held (such as one per layer), and its first step."""
+    """Number of steps in a row in which each of several conditions has held, such as one per layer, and the first of
+    these steps."""
 
     def __init__(self, num_places: int):
         self.length = np.zeros(num_places, dtype=np.int64)
@@ -354,7 +356,7 @@ class _Streaks:
 
 
 class _IdleExperts:
-    """For each expert, the number of latest steps without a token, and the number of tokens of a fair share in them."""
+    """Counts for each expert since it last got a token: steps, and tokens that a fair share would have given it."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -385,7 +387,8 @@ class _IdleExperts:
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that never had a token, while all others of the layer have at least half of a fair share."""
+        """Return a mask of experts that never had a token. All experts with tokens in the layer have at least half of a
+        fair share."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

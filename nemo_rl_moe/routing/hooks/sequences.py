@@ -78,7 +78,7 @@ def capture_description(layers: Sequence[RouterLayer], made_by: str) -> CaptureD
 
 
 def training_sequences(training: Sequence[RoutedSequence]) -> list[CapturedSequence]:
-    """Return sequences of training in the form of a capture, without a rollout."""
+    """Return training sequences in the form of a capture, without routes of a rollout."""
     return [
         CapturedSequence(str(number), len(sequence.token_ids), _training_columns(sequence))
         for number, sequence in enumerate(training)
@@ -89,11 +89,11 @@ def training_sequences(training: Sequence[RoutedSequence]) -> list[CapturedSeque
 def paired_sequences(
     rollout: Sequence[RoutedSequence], training: Sequence[RoutedSequence], first: int = 0
 ) -> list[CapturedSequence]:
-    """Return sequences of training with the routes of the rollout that sampled them. Others are dropped.
+    """Return training sequences with the routes of the rollout that sampled them. Drop sequences without a rollout.
 
-    The model's inputs in a rollout are all but the last token of a sequence, and then padding if other sequences of the
-    batch are longer. So a recorded rollout belongs to a training sequence if it has the same tokens before the last
-    token, and then either ends or has the same last token.
+    In a rollout, the model reads a sequence without its last token. If other sequences of the batch are longer, it also
+    reads the last token and padding. So a recorded rollout belongs to a training sequence if its tokens begin with the
+    tokens of the sequence, or equal them without the last one.
     """
     found = []
     for number, sequence in enumerate(training, start=first):

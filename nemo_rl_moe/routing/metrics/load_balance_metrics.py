@@ -51,11 +51,13 @@ __all__ = [
 def compute_brief_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """Return the brief load balance metrics, a summary over the model of at most 60 keys.
+    """Return the brief load balance metrics. With the default `top_k`, at most 60 keys summarise all layers.
 
     Args:
-        layer_loads: Global index or module name of each MoE layer -> its load. `indices_of_layers` gives the index `i`
-            of a layer in the keys. Layers may have different numbers of experts.
+        layer_loads: MoE layer (its global index or module name) -> its load. Keys contain the layer's index, see
+            `indices_of_layers`. Layers may have different numbers of experts.
+        top_k: Number of most used, and of least used, experts whose utilization is returned.
+        router_topk: Number of experts of each token, for loads without `topk`.
 
     Returns:
         Key -> value. Empty without layers. `cv_null_mean` and `cv_excess_mean` are omitted if some layer's top-k is
