@@ -42,8 +42,13 @@ def encode_each(
     items: Sequence[Item],
     num_characters: Callable[[Item], int],
 ) -> list[Encoding | str]:
-    """Encode items in few calls, and the items of a call that fails one by one. Return the encoding or the problem of
-    each item."""
+    """Encode items, many in each call. Return for each item its encoding, or the reason why it cannot be encoded.
+
+    If a call fails, its items are encoded one by one.
+
+    Args:
+        num_characters: Returns the number of characters of an item. `CHARACTERS_AT_ONCE` limits a call.
+    """
     return [result for batch in _batches(items, num_characters) for result in _encode_batch(encode, batch)]
 
 

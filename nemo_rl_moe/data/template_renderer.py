@@ -248,7 +248,7 @@ class TemplateRenderer:
 
     @cached_property
     def _shows_texts(self) -> bool:
-        """Whether the template shows a content that is a text. Some templates only accept lists of parts."""
+        """Whether the template shows a message's content if it is a text. Some templates only accept lists of parts."""
         question = {**PROBE_QUESTION, "content": PROBE_VALUE}
         try:
             return PROBE_VALUE in self._render([question], None, {}, True)[0]
@@ -257,8 +257,8 @@ class TemplateRenderer:
 
     @cached_property
     def _shows_blocks_as_they_are(self) -> bool:
-        """Whether the template reads thinking from a key, and treats a think block in a content as a part of the
-        answer."""
+        """Whether the template reads thinking from a key, and treats a think block in the content as a part of
+        the answer."""
         if not self._thinking_keys:
             return False
         try:

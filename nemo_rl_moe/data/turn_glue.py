@@ -104,11 +104,17 @@ class GlueFinder:
         start: str,
         ends: Mapping[str, int],
     ) -> Glue:
-        """Return the template's text after a turn (`Glue`), if the template shows the turn exactly as it was sampled.
+        """Return the glue after a turn's content if the messages `new` follow, read from the conversation itself.
+
+        Requires that the template shows the content exactly as it was sampled.
 
         Args:
-            shown: Function that renders the conversation with messages after the turn.
+            shown: Renders the conversation up to the turn, and the given messages after it.
             start: Rendering of the conversation up to the end of the turn's content.
+            ends: Text -> id of the tokens that end the model's turns.
+
+        Raises:
+            NoExtension: The template writes more at the end of the turn, writes no end token, or lacks a message.
         """
 
         def behind(messages: Sequence[Message]) -> str:

@@ -130,7 +130,10 @@ def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", consol
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Replace a chat template that loses parts of conversations by this package's corrected template, and report it."""
+    """Use this package's corrected chat template, and report it, if the model's template loses parts of conversations.
+
+    A template that the user has set is not replaced.
+    """
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 

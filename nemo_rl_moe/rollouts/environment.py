@@ -143,7 +143,7 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit. 0 once tokens of the environment did not fit."""
+        """Number of tokens that still fit. 0 after tokens of the environment did not fit."""
         return 0 if self._overlong else max(0, self.max_tokens - self.num_tokens)
 
     @property
@@ -342,7 +342,10 @@ class Session:
             raise RuntimeError(f"{what} added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
 
     def _may_fit(self, value: object) -> bool:
-        """Return whether texts are short enough to be tokenized. If not, the trajectory is full from then on."""
+        """Return whether a text, or all texts of messages, are short enough to be tokenized.
+
+        If they are not, mark the trajectory as full. Nothing fits into a full trajectory.
+        """
         if (number := num_characters(value)) > most_characters(self.max_tokens) and not self._overlong:
             self._overlong = (
                 f"{number:,} characters of the environment do not fit into a sequence of at most {self.max_tokens:,}"
@@ -351,7 +354,10 @@ class Session:
         return not self._overlong
 
     def _fit(self, size: int, size_before: int) -> bool:
-        """Return whether tokens of the environment fit. If not, the trajectory is full from then on."""
+        """Return whether `size` tokens of the environment fit after `size_before` tokens.
+
+        If they do not, mark the trajectory as full. Nothing fits into a full trajectory.
+        """
         if size_before + size > self.max_tokens and not self._overlong:
             where = f"behind {size_before:,} of" if size_before else "into a sequence of"
             self._overlong = (

@@ -26,7 +26,7 @@ class RolloutFunction:
         self._function, self._name = function, name
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory. An error of the function is a fault of the trajectory."""
+        """Make one trajectory. If the function raises an error, return a trajectory with a fault."""
         # A cancellation by the user's code is a fault, too. After a cancellation by the run, the result is unused.
         return await ended(self._checked(session), session, ends_the_run=())
 

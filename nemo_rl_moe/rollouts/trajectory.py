@@ -246,9 +246,11 @@ def rollout_metrics(
 
     - `accuracy`, `truncation_rate`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens)
     - if a trajectory has several turns: `mean_turns_per_sample`
-    - if a trajectory has several turns, or if above 0: `truncation_rate_by_turns`, `truncation_rate_by_time`
+    - if a trajectory has several turns, or if the rate is above 0: `truncation_rate_by_turns`,
+      `truncation_rate_by_time`
     - if a trajectory has several sequences: `mean_sequences_per_sample`
-    - if above 0: `env/num_overlong` (tokens of the environment did not fit), `env/num_retries` (failed attempts)
+    - if the number is above 0: `env/num_overlong` (trajectories in which tokens of the environment did not fit),
+      `env/num_retries` (failed attempts)
     - means of the environment's metrics
 
     Over trajectories whose rewards count, if there are any: `reward`, `reward_std`, and for each named reward

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the engine `megatron_separate`, and its section. Imports no torch."""
+"""The record of the engine `megatron_separate`, and its section of the configuration. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,10 @@ class MegatronSeparateConfig(StrictModel):
 
 
 def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield a problem if the copies have no workers that are separate from the policy's."""
+    """Yield a problem if `cluster.roles.generation` is missing or has other devices than the policy (GPUs or CPUs).
+
+    The workers of this role hold the copies of the model.
+    """
     if GENERATION_ROLE not in config.cluster.roles:
         yield (
             f"cluster.roles.{GENERATION_ROLE}: missing; expected the workers of policy.generation.backend"

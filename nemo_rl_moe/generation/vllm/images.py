@@ -224,7 +224,7 @@ def _is_torchvision(name: str) -> bool:
 
 
 class _StandIn(MetaPathFinder, Loader):
-    """Modules of torchvision in which every name is an empty class."""
+    """Import hook that replaces torchvision's modules by modules in which every name is an empty class."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if _is_torchvision(fullname) else None

@@ -33,7 +33,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_of_us(record: logging.LogRecord) -> bool:
-    """Return False for log records on requests that are not HTTP, because any process of the machine can send them."""
+    """Return whether to log a record. Errors of malformed HTTP requests, which any local process can send, are not
+    logged."""
     return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
 
 

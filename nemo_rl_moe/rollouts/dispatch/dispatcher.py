@@ -229,8 +229,8 @@ class Dispatcher:
     async def stop(self) -> tuple[Cancellation, ...]:
         """Cancel all groups, including those in the queue. Return the cancellations that no batch has reported.
 
-        After `stop`, `updated` may still be called for a pending update. Requires that `state` is called before, if at
-        all, because `stop` empties the queue, so that its prompts would count as not generated.
+        After `stop`, `updated` may still be called for a pending update. `state` must not be called any more: `stop`
+        empties the queue, so that its prompts would count as not generated.
         """
         self._is_stopped = True
         for live in list(self._live.values()):
@@ -299,7 +299,11 @@ class Dispatcher:
 
     @property
     def _may_be_replaced(self) -> bool:
-        """Whether dynamic sampling may replace a group: its bound is not reached, and enough prompts are left."""
+        """Whether dynamic sampling may replace a finished group by a new one.
+
+        Fewer than `max_groups` groups must have been generated for the step, and enough groups and prompts must be left
+        for it.
+        """
         dynamic, size = self._dynamic_sampling, self.bounds.groups_per_step
         return (
             dynamic is not None

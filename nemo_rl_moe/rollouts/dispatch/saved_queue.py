@@ -202,7 +202,10 @@ def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> 
 
 
 def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np.ndarray, "rows ..."] | None] | None:
-    """Return the routed experts of each sequence as arrays. None if the group cannot be written."""
+    """Return each sequence's routed experts as an array, or None for a sequence without them.
+
+    Return None instead of the list if the group cannot be written: routes are lost, or it has images or kept tokens.
+    """
     found: list[Shaped[np.ndarray, "rows ..."] | None] = []
     for sequence in sequences_of(group):
         stored = sequence.routed_experts

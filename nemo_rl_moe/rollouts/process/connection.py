@@ -50,7 +50,7 @@ Remembered = dict[tuple[Any, ...], GeneratedSequence]
 
 @dataclass(frozen=True)
 class Lost:
-    """The process of a trajectory has ended. Only the trajectory that ended it has a fault."""
+    """End of a process that made trajectories. Only the trajectory that caused the end has a fault."""
 
     fault: Fault | None
     reason: str
@@ -215,7 +215,10 @@ class ServerConnection:
         return "code that a trajectory has started" if remote is None else remote.session.trajectory.label
 
     def _where(self) -> str:
-        """Return the line of code that blocks the process, from the file's last stack, which is the main thread's."""
+        """Return the line of code that blocks the process, as the end of a message. Empty if it is not known.
+
+        The process has written the stacks of its threads to a file. The last one is the main thread's.
+        """
         self._stack.seek(0)
         *_, last = self._stack.read().decode(errors="replace").split("(most recent call first):")
         frames = _FRAME.findall(last)
