@@ -78,7 +78,7 @@ class StoredRows:
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     def moved(self, by: int) -> "StoredRows":
-        """Return the same rows, assigned to tokens `by` positions later in the sequence."""
+        """Return the same rows, each assigned to the token that is `by` positions later in the sequence."""
         return replace(self, pieces=tuple(piece._replace(start=piece.start + by) for piece in self.pieces))
 
     def before(self, end: int) -> "StoredRows":

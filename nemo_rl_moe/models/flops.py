@@ -55,7 +55,13 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
-    """Return the operations of a model's forward pass. A token uses its routed experts and all shared experts."""
+    """Return the numbers of operations of a model's forward pass, per token and per pair of query and key.
+
+    A token uses its routed experts and all shared experts.
+
+    Args:
+        windows: Attention window of each layer with attention, see `ForwardFlops`.
+    """
     moe_layers = set(moe_layer_indices(config))
     linear = config.linear_attention_freq or [0] * config.num_layers
     products = config.hidden_size * vocabulary_size

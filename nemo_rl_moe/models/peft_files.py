@@ -100,7 +100,13 @@ def expert_factor(name: str) -> ExpertFactor | None:
 def adapter_config(
     lora: LoraConfig, hf_config: Any, base: str, names: Iterable[str], form: ExpertForm
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for factors that have these `names` in this project."""
+    """Return the content of `adapter_config.json` for an adapter that this package has trained.
+
+    Args:
+        base: Name or folder of the base model.
+        names: Names of the adapter's factors, before the factors of experts are converted to `form`.
+        form: Form of the factors of experts in the folder.
+    """
     rank = lora.rank
     modules: set[str] = set()
     parameters: set[str] = set()

@@ -119,7 +119,7 @@ def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[li
 
 
 def file_names(count: int) -> list[str]:
-    """Return transformers' names for the files of a folder."""
+    """Return the names that transformers gives to files of weights, such as `model-00001-of-00003.safetensors`."""
     return (
         [ONE_FILE]
         if count == 1
@@ -140,7 +140,11 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
 
 
 class SafetensorsWriter:
-    """Writer of tensors, one after another in the planned order."""
+    """Writer of safetensors files. `write` takes the entries of the tensors in the order of `files`.
+
+    Args:
+        files: Name of each file -> headers of its tensors.
+    """
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
         self._folder = folder

@@ -57,7 +57,7 @@ class WorkerRewardConfig(RewardConfig):
 
 
 class MathConfig(WorkerRewardConfig):
-    """Comparison with the record's answer by math-verify."""
+    """Scoring by math-verify, which compares the response with the record's answer."""
 
     kind: Literal["math"]
     """Name of this kind of reward."""

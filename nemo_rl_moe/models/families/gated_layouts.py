@@ -42,7 +42,10 @@ def _projected_rows(hf_config: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class DeltaNetRows:
-    """Sections of a gated delta net's input projection, or of its convolution (only the first three sections)."""
+    """Layout of a gated delta net's input projection: rows of queries, keys, values, gates, rates and decays.
+
+    The convolution of the delta net has only queries, keys and values.
+    """
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat(list(parts))
@@ -54,8 +57,8 @@ class DeltaNetRows:
 
 @dataclass(frozen=True)
 class KeyHeadRows:
-    """Qwen3-Next's two input projections. For each key head, the first has query, key, values and gates, and the second
-    rates and decays."""
+    """Layout of Qwen3-Next's two input projections. For each key head, the first has query, key, values and gates, and
+    the second has rates and decays."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         of_heads, sizes = _by_key_head(hf_config)

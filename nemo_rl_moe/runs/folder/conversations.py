@@ -55,7 +55,7 @@ class ConversationTurn:
 
     Attributes:
         role: Role of the message, `prompt` for a prompt without messages, or `environment` for other tokens.
-        sequence: Index of the sequence with its tokens. None if the model has not read the turn.
+        sequence: Index of the sequence that contains the turn's tokens. None if the model has not read the turn.
         tokens: First token and end (exclusive) in that sequence. Messages that were added together have the same range.
         is_sampled: Whether the model wrote the turn.
         name: Name of the tool, if the turn is the result of a call.

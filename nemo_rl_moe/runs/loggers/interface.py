@@ -46,7 +46,7 @@ class MetricLogger(StepSink, Protocol):
 
 @runtime_checkable
 class FlushesToDisk(Protocol):
-    """Logger whose steps must be on the disk before a checkpoint of these steps."""
+    """Logger whose steps must be on the disk before a checkpoint of these steps is written."""
 
     def flush_to_disk(self) -> bool:
         """Wait until all steps are on the disk. Return False on failure. Any thread may call it."""

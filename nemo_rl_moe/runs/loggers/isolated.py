@@ -211,7 +211,7 @@ class IsolatedLogger:
                     )
 
     def _work(self) -> None:
-        """Open the backend, send it earlier steps that it lacks and then the queue, and close it. The thread's body."""
+        """Run the thread: open the backend, send it earlier steps that it lacks and then the queue, and close it."""
         doing = "could not start"
         try:
             backend = self._open()

@@ -119,7 +119,7 @@ def _forced_routing(run: RunData) -> list[Finding]:
 
 
 def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return key -> valid limit (null or a number) of a file that may have been edited."""
+    """Return key -> limit (None or a number) in `logger.alerts`. Other values, as in an edited file, are omitted."""
     logger = config.get("logger")
     alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
     found = alerts if isinstance(alerts, Mapping) else {}

@@ -155,7 +155,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the sum of each token's rows, `[sequence, batch, hidden]`."""
+        """Return the sum of the experts' outputs (rows) for each token, `[sequence, batch, hidden]`."""
         return CombineFunction.apply(hidden_states, self._source, self._rows).view(self._hidden_shape)
 
 

@@ -16,9 +16,9 @@ PREFIX = "base_model.model."
 
 
 def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor]:
-    """Return name -> factor of this rank. Without adapters, the result is empty.
+    """Return name in a checkpoint -> this process's shard of an adapter's factor. Empty without adapters.
 
-    Factors of a layer's experts are one tensor `[experts, rows, columns]`. Its name contains no expert's number.
+    The factors of a layer's experts are one tensor `[experts, rows, columns]`. Its name contains no expert's number.
     """
     found = (_sharded(factor) for adapter in adapters_in(chunks) for factor in adapter.factors())
     return {sharded.key: sharded for sharded in found}
@@ -43,7 +43,7 @@ def _offsets(factor: Factor) -> Iterator[tuple[int, int, int]]:
 
 
 def _replica(factor: Factor) -> Any:
-    """Return the replica indices of this rank's piece in the pipeline, tensor and data dimensions."""
+    """Return the replica indices of this process's shard in the pipeline, tensor and data dimensions."""
     if factor.is_stacked:
         same = factor.cut is None and factor.base.num_shards > 1
         copy = parallel_state.get_expert_tensor_parallel_rank() if same else 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Origin of each router setting in force, and the `config.json` of exported weights with these settings.
+"""Origin of each effective router setting, and the `config.json` of exported weights with these settings.
 
 Weights do not show with which settings they were trained.
 """
@@ -130,7 +130,7 @@ class ExportedConfig:
 
     Attributes:
         content: The model's file, with the type of the weights and the changed settings.
-        not_expressed: Names of the settings in force that transformers' model does not support.
+        not_expressed: Names of effective settings that transformers' model does not support.
     """
 
     content: dict[str, Any]
@@ -140,7 +140,12 @@ class ExportedConfig:
 def exported_config(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> ExportedConfig:
-    """Return the `config.json` of exported weights, with the settings in force."""
+    """Return the `config.json` of exported weights: the model's file with the run's router settings.
+
+    Args:
+        config_json: Content of the model's file.
+        config: Effective settings of the run.
+    """
     family = family_of(hf_config)
     # The model's code files are not copied, and not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
@@ -157,7 +162,7 @@ def exported_config(
 def _with_settings(
     policy: PolicyConfig, hf_config: Any, content: _CONFIG_DICT, config: TransformerConfig
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the decoder's fields with the settings in force, and the names of settings that they cannot express."""
+    """Return the decoder's fields with the run's settings, and the names of settings that they cannot express."""
     family, content = family_of(hf_config), dict(content)
     not_expressed = []
     # The coefficient comes first: the kind of a loss follows from it in many families.
@@ -203,6 +208,6 @@ def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) ->
 
 
 def _own(hf_config: Any, name: str) -> Any:
-    """Return the value that a setting has by the model's `config.json`, without the user's settings."""
+    """Return the value of a setting according to the model's `config.json`, without the user's settings."""
     fields = family_of(hf_config).transformer_fields(hf_config)
     return fields[name] if name in fields else getattr(TransformerConfig, name, None)

@@ -41,8 +41,8 @@ class ValueHead(torch.nn.Module):
 def add_value_head(chunk: GPTModel, heads: Collection[Head]) -> None:
     """Add a value head to the last stage's chunk if `heads` has one.
 
-    If the model predicts no tokens, its output layer is frozen. Otherwise weight decay alone would change the output
-    layer, and a wrapper that overlaps gradient reduction would wait for the output layer's gradient.
+    If the model predicts no tokens, its output layer is frozen, because it gets no gradient. Weight decay would change
+    a trainable output layer nevertheless, and a wrapper that overlaps gradient reduction would wait for its gradient.
     """
     if Head.VALUE not in heads or not chunk.post_process:
         return

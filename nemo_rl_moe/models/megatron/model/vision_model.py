@@ -152,7 +152,12 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Return the hidden states with features in place of image tokens, row after row, without a wait for the GPU."""
+    """Return the hidden states with features in place of image tokens, without a wait for the GPU.
+
+    Args:
+        is_image: Mask of image tokens, `[rows, columns]`.
+        features: One row for each image token, in the order of the flattened mask.
+    """
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
     # Contiguous, because it may be sent to the next pipeline stage.

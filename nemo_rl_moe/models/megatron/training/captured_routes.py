@@ -104,7 +104,7 @@ class CapturedRoutes:
         Only the rank on which `stages` gathers has the experts of all layers.
 
         Args:
-            first_slots: Slot of each sequence's first token.
+            first_slots: Slot (position in the key-value cache) of each sequence's first token.
             num_fed: Number of tokens of each sequence that were inputs of the model.
         """
         self._join()

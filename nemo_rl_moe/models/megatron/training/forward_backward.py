@@ -114,7 +114,11 @@ class ForwardBackward:
         return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS})
 
     def values(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Return for each microbatch the value head's value of every token's prefix, in the layout of `logprobs`."""
+        """Return for each microbatch the values of the value head, `[sequences, longest]`.
+
+        The entry of a token is the value of the tokens before it. The first token of a sequence has 0, and padding any
+        number. Empty on stages before the last.
+        """
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             assert statistics.values is not None

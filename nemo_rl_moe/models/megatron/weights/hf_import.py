@@ -33,7 +33,8 @@ _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Return regular expression of tensor names -> reason why a model with this configuration ignores these tensors."""
+    """Return a mapping: regular expression of tensor names -> reason why a model with this configuration ignores these
+    tensors."""
     family = family_of(hf_config)
     output = family.rules.find(_OUTPUT_LAYER) if hf_config.tie_word_embeddings else None
     tied = {} if output is None else {re.escape(source.name): _TIED for source in output.sources}
