@@ -3,8 +3,8 @@
 """Seconds per step of GRPO on CPU cores, by phase. Prints one JSON line.
 
 This runs the real program (Ray workers, Megatron-Core, generation, the reward workers, the training loop and the
-loggers) on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step has 8 prompts of 32 tokens x 4
-responses of at most 64 tokens, rewarded for the share of one character, and one update.
+loggers) on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step has 8 prompts, by default of 32
+tokens x 4 responses of at most 64 tokens, rewarded for the share of one character, and one update.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from small_model import (
@@ -66,8 +66,7 @@ from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 
-NUM_PROMPTS, NUM_GENERATIONS = 8, 4
-PROMPT_LENGTH, MAX_NEW_TOKENS = 32, 64
+NUM_PROMPTS = 8
 STEP_KEY = "timing/step/seconds"
 ONE_CHARACTER = {
     "env.reward.kind": "callable",
@@ -80,18 +79,48 @@ EXAMPLES = """\
 examples:
   python benchmarks/grpo_throughput.py                       one worker with one thread
   python benchmarks/grpo_throughput.py --workers 2           data-parallel, one thread each
+  python benchmarks/grpo_throughput.py --size 512,128,8 --shared-prefix auto
   taskset -c 0 python benchmarks/grpo_throughput.py          driver, Ray and workers on one core
 
 seconds_per_step.median is the one to quote: of all measured steps, logging included. phase_shares are parts of the time
 of all measured steps."""
 
 
+class Size(NamedTuple):
+    """Tokens of a prompt, most tokens of a response, and responses to a prompt."""
+
+    prompt: int
+    response: int
+    group: int
+
+    @classmethod
+    def of(cls, text: str) -> "Size":
+        """Read a command-line option."""
+        numbers = text.split(",")
+        if len(numbers) != 3:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected three numbers, such as 512,128,8")
+        return cls(*map(positive, numbers))
+
+
+DEFAULT_SIZE = Size(32, 64, 4)
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """Add `--size`."""
+    parser.add_argument(
+        "--size",
+        type=Size.of,
+        default=DEFAULT_SIZE,
+        metavar="P,R,G",
+        help="tokens of a prompt, most tokens of a response, responses to a prompt (default: 32,64,4)",
+    )
+
+
 class RandomPrompts:
     """Prompts of random tokens, with the interface of a `PromptLoader` and one epoch."""
 
-    def __init__(self, num_steps: int, num_prompts: int = NUM_PROMPTS):
-        self._num_steps = num_steps
-        self._num_prompts = num_prompts
+    def __init__(self, num_steps: int, num_prompts: int = NUM_PROMPTS, length: int = DEFAULT_SIZE.prompt):
+        self._num_steps, self._num_prompts, self._length = num_steps, num_prompts, length
 
     def __len__(self) -> int:
         return self._num_steps
@@ -100,7 +129,7 @@ class RandomPrompts:
         """Yield the prompts of each step."""
         generator = np.random.default_rng(epoch_index)
         for step in range(self._num_steps):
-            tokens = generator.integers(4, 45, size=(self._num_prompts, PROMPT_LENGTH))
+            tokens = generator.integers(4, 45, size=(self._num_prompts, self._length))
             yield [
                 Prompt(f"random:{step}.{row}", "", tuple(ids), {"answer": ""})
                 for row, ids in enumerate(tokens.tolist())
@@ -122,13 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stack.enter_context(running_ray(options.workers))
         threads = threads_per_worker(usable_cores(), options.workers)
         config = make_config(folder / "model", options)
-        run(config, RandomPrompts(options.warmup + options.steps), folder, clock, stack)
-    result = summary(clock.steps[options.warmup :]) | {
+        prompts = RandomPrompts(options.warmup + options.steps, length=options.size.prompt)
+        run(config, prompts, folder, clock, stack)
+    result = summary(clock.steps[options.warmup :], NUM_PROMPTS * options.size.group) | {
         "cpu_seconds_per_step": round((clock.cpu_seconds[1] - clock.cpu_seconds[0]) / options.steps, 5),
         "steps": options.steps,
         "workers": options.workers,
         "threads_per_worker": threads,
         "layer_spec": options.layer_spec,
+        "size": options.size,
+        "shared_prefix": options.shared_prefix,
         "model": MODEL | {"num_parameters": num_parameters, "precision": "float32"},
         **surroundings(),
     }
@@ -141,23 +173,32 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
     add_workers(parser)
     add_layer_spec(parser)
+    add_size(parser)
+    parser.add_argument(
+        "--shared-prefix",
+        choices=("false", "true", "auto"),
+        default="false",
+        help="policy.shared_prefix, with packed sequences unless false (default: false)",
+    )
     return parser.parse_args(arguments)
 
 
 def make_config(model: Path, options: argparse.Namespace) -> GRPOMasterConfig:
     """Return the demo's configuration with this benchmark's sizes."""
-    samples = NUM_PROMPTS * NUM_GENERATIONS
+    size = options.size
+    samples, longest = NUM_PROMPTS * size.group, size.prompt + size.response
     values: dict[str, Any] = {
         "grpo.num_prompts_per_step": NUM_PROMPTS,
-        "grpo.num_generations_per_prompt": NUM_GENERATIONS,
+        "grpo.num_generations_per_prompt": size.group,
         **one_epoch("grpo"),
         "policy.model_name": model,
         "policy.init": "random",
         "policy.tokenizer.name": TOKENIZER,
         "policy.train_global_batch_size": samples,
         "policy.train_micro_batch_size": samples // options.workers,
-        "policy.max_total_sequence_length": PROMPT_LENGTH + MAX_NEW_TOKENS,
-        "policy.generation.max_new_tokens": MAX_NEW_TOKENS,
+        "policy.max_total_sequence_length": longest,
+        "policy.shared_prefix": options.shared_prefix,
+        "policy.generation.max_new_tokens": size.response,
         "policy.megatron_cfg.layer_spec": options.layer_spec,
         "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
         **ONE_CHARACTER,
@@ -213,13 +254,13 @@ def run(
     )
 
 
-def summary(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def summary(steps: Sequence[Mapping[str, float]], num_samples: int) -> dict[str, Any]:
     """Return the speeds over all measured steps."""
     seconds = [step["seconds"] for step in steps]
     total = sum(seconds)
     phases = [key for key in steps[0] if key.startswith("timing/") and key.endswith("/seconds") and key != STEP_KEY]
     parts = {key.split("/")[1]: sum(step[key] for step in steps) for key in phases}
-    tokens = sum(step["train/mean_gen_tokens_per_sample"] for step in steps) * NUM_PROMPTS * NUM_GENERATIONS
+    tokens = sum(step["train/mean_gen_tokens_per_sample"] for step in steps) * num_samples
     return {
         "seconds_per_step": {"median": round(statistics.median(seconds), 4), "best": round(min(seconds), 4)},
         "generation_tokens_per_second": round(tokens / parts["generation"], 1),

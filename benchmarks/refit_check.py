@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from grpo_throughput import ONE_CHARACTER, PROMPT_LENGTH, STEP_KEY, RandomPrompts, run
+from grpo_throughput import DEFAULT_SIZE, ONE_CHARACTER, STEP_KEY, RandomPrompts, run
 from small_model import (
     CONFIGS,
     TOKENIZER,
@@ -152,7 +152,7 @@ def make_config() -> GRPOMasterConfig:
         **ONE_CHARACTER,
     }
     config = load_grpo_config(CONFIGS / "grpo_tiny_moe_vllm.yaml", overrides_of(values), check_paths=False)
-    assert config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens >= PROMPT_LENGTH
+    assert config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens >= DEFAULT_SIZE.prompt
     return config
 
 
