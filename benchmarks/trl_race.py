@@ -40,18 +40,27 @@ class Work:
         ours: File of the benchmark.
         modes: Names of our modes, with the keys of their speeds in the benchmark's output.
         goal: Target of the ratio.
+        both: Further options of both sides.
+        mine: Further options of our side.
     """
 
     theirs: str
     ours: str
     modes: Mapping[str, tuple[str, ...]]
     goal: float
+    both: Sequence[str] = ()
+    mine: Sequence[str] = ()
 
     def options(self, steps: int) -> list[str]:
         """Return the benchmark's options."""
         if self.ours != "mixed_lengths.py":
-            return ["--steps", str(steps)]
+            return ["--steps", str(steps), *self.both, *self.mine]
         return ["--turns", str(max(1, steps // 5)), "--block", "5"]
+
+
+def _grpo(size: str, goal: float) -> Work:
+    shared = ("--shared-prefix", "auto")
+    return Work("grpo", "grpo_throughput.py", {"metrics_on": ()}, goal, both=("--size", size), mine=shared)
 
 
 WORK = {
@@ -59,7 +68,8 @@ WORK = {
         "sft", "sft_throughput.py", {"metrics_on": ("moe_metrics_on",), "metrics_off": ("moe_metrics_off",)}, 1.25
     ),
     "dpo": Work("dpo", "dpo_throughput.py", {"metrics_on": ()}, 1.25),
-    "grpo": Work("grpo", "grpo_throughput.py", {"metrics_on": ()}, 1.5),
+    "grpo": _grpo("32,64,4", 1.4),
+    "grpo_long_prompts": _grpo("512,128,8", 2),
     "mixed": Work(
         "mixed_grouped",
         "mixed_lengths.py",
@@ -121,7 +131,7 @@ def _work(text: str) -> list[str]:
 def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make one run of each side, one after the other, and return our results by mode, and theirs."""
     sides = {
-        0: lambda: run("trl_trainers.py", [work.theirs, "--steps", str(options.steps)], options.trl),
+        0: lambda: run("trl_trainers.py", [work.theirs, "--steps", str(options.steps), *work.both], options.trl),
         1: lambda: run(work.ours, work.options(options.steps), None),
     }
     found = {side: sides[side]() for side in (begins, 1 - begins)}

@@ -24,6 +24,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset, disable_progress_bars
+from grpo_throughput import NUM_PROMPTS, Size, add_size
 from small_model import MODEL, TOKENIZER, VOCABULARY, confine, positive
 
 LENGTH, PROMPT_LENGTH = 128, 32
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("work", choices=WORK, help="kind of training")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
+    add_size(parser)
     options = parser.parse_args(arguments)
     confine(1)
     torch.set_num_threads(1)
@@ -68,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disable_progress_bars()
     clock = StepClock()
     with tempfile.TemporaryDirectory(prefix="trl_trainers_") as scratch:
-        trainer = _trainer(options.work, options.warmup + options.steps, scratch, clock)
+        trainer = _trainer(options.work, options.warmup + options.steps, scratch, clock, options.size)
         # TRL prints its logs.
         with contextlib.redirect_stdout(sys.stderr):
             trainer.train()
     wall, cpu = (np.diff([end[which] for end in clock.ends])[options.warmup :] for which in (0, 1))
     logs = [entry for entry in trainer.state.log_history if "num_tokens" in entry]
     if options.work == "grpo":  # generated tokens, like our side, since a response may end before the limit
-        tokens_of_steps = [round(32 * entry["completions/mean_length"]) for entry in logs]
+        tokens_of_steps = [round(NUM_PROMPTS * options.size.group * entry["completions/mean_length"]) for entry in logs]
     else:
         tokens_of_steps = np.diff([0, *(int(entry["num_tokens"]) for entry in logs)]).tolist()
     tokens = tokens_of_steps[options.warmup :]
@@ -94,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-def _trainer(work: str, steps: int, folder: str, clock: StepClock) -> transformers.Trainer:
-    """Return the trainer of a kind of work."""
+def _trainer(work: str, steps: int, folder: str, clock: StepClock, size: Size) -> transformers.Trainer:
+    """Return the trainer of a kind of work. GRPO has the `size`."""
     transformers.set_seed(0)
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
     # From a folder, since DPO also reads its reference model there.
@@ -133,13 +135,17 @@ def _trainer(work: str, steps: int, folder: str, clock: StepClock) -> transforme
         }
         config = trl.DPOConfig(**given, max_length=LENGTH, per_device_train_batch_size=8, beta=0.1)
         return trl.DPOTrainer(args=config, train_dataset=Dataset.from_dict(rows), **shared)
-    prompts = ["".join(generator.choice(list("0123456789+"), size=PROMPT_LENGTH)) for _ in range(8 * steps)]
+    prompts = ["".join(generator.choice(list("0123456789+"), size=size.prompt)) for _ in range(NUM_PROMPTS * steps)]
 
     def share_of_a_digit(completions: Sequence[str], **_: Any) -> list[float]:
         return [text.count("1") / max(1, len(text)) for text in completions]
 
     config = trl.GRPOConfig(
-        **given, per_device_train_batch_size=32, num_generations=4, max_completion_length=64, beta=0.0
+        **given,
+        per_device_train_batch_size=NUM_PROMPTS * size.group,
+        num_generations=size.group,
+        max_completion_length=size.response,
+        beta=0.0,
     )
     return trl.GRPOTrainer(
         reward_funcs=share_of_a_digit, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), **shared
