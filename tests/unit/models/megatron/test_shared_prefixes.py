@@ -11,13 +11,21 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.prefix_tree import PrefixTree
+from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_policy
+from tests.support.tiny_model import (
+    layout,
+    logprobs_by_sequence,
+    parallel_job,
+    shard_of_rank,
+    tiny_grpo_policy,
+    tiny_policy,
+)
 from tests.support.training_run import Difference, RankRun, build_trainer, difference, weights_of
 
 WITHOUT = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "qwen3_next", "qwen3_5")
@@ -146,3 +154,59 @@ def test_families_train_as_with_separate_sequences_or_are_refused(family: str) -
     else:
         build_transformer_config(policy, hf_config)
         assert_same_training(policy, 1, policy, family)
+
+
+def captured_routes(batch: TokenBatch) -> torch.Tensor:
+    """Return random experts of each token but a sequence's last. Sequences whose tokens are equal so far agree.
+
+    Only in layer 2, sequence 2 has other experts for the second token of its prompt, as in an engine that rounds
+    differently.
+    """
+    generator = torch.Generator().manual_seed(5)
+    by_prefix: dict[tuple[int, ...], torch.Tensor] = {}
+    routes = torch.full((*batch.input_ids.shape, 4, 2), -1, dtype=torch.int16)
+    for row, length in enumerate(batch.lengths.tolist()):
+        for end in range(1, length):
+            prefix = tuple(batch.input_ids[row, :end].tolist())
+            if prefix not in by_prefix:
+                by_prefix[prefix] = torch.rand(4, 8, generator=generator).topk(2, -1).indices.to(torch.int16)
+            routes[row, end - 1] = by_prefix[prefix]
+    routes[2, 1, 2] = (routes[2, 1, 2] + 1) % 8
+    return routes
+
+
+def replay_groups(policy: PolicyConfig, shares: bool, corrected: bool) -> RankRun:
+    """Train one step with replay, with the differing experts or without them."""
+    with parallel_job(policy):
+        trainer = build_trainer(policy)
+        place, batch = trainer.coordinates, grouped_batch(1)
+        routes = captured_routes(batch)
+        if corrected:
+            routes[2, 1, 2] = routes[0, 1, 2]
+        batch = replace(batch, shares_prefixes=shares).with_columns(
+            **{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)}
+        )
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, GROUPS)
+        return weights_of(trainer, [trainer.train([shard], sft_loss)])
+
+
+@pytest.mark.parametrize("name", ["one", *(pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS)])
+def test_replay_takes_the_first_sequences_experts_and_reports_others(name: str) -> None:
+    """A prompt whose captured experts differ among its responses lowers the agreement by exactly these rows."""
+    num_ranks, sizes = LAYOUTS.get(name, (1, {}))
+    replays = {"routing_replay": "rollout"}
+    separate = run_ranks(replay_groups, 1, tiny_grpo_policy(1, **replays), False, True)
+    policy = tiny_grpo_policy(num_ranks, **replays, **sizes)
+    shared = run_ranks(replay_groups, num_ranks, policy, True, True)
+    differing = run_ranks(replay_groups, num_ranks, policy, True, False)
+    for found in (shared, differing):
+        # Rank 0 alone reports on routes.
+        bare, (expected,) = ([replace(run, moe_metrics=[]) for run in runs] for runs in (found, separate))
+        measured = difference(bare, expected)
+        assert measured.loss <= TOLERANCE.loss
+        assert measured.grad_norm <= TOLERANCE.grad_norm
+        assert measured.weights <= TOLERANCE.weights
+    num_rows = 4 * int((grouped_batch(1).lengths - 1).sum())
+    assert shared[0].moe_metrics[0]["routing/agreement"] == 1
+    assert differing[0].moe_metrics[0]["routing/agreement"] == pytest.approx(1 - 1 / num_rows, abs=1e-9)
+    assert differing[0].moe_metrics[0]["routing/anomalies"] == shared[0].moe_metrics[0]["routing/anomalies"]
