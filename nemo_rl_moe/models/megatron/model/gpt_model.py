@@ -27,6 +27,7 @@ from nemo_rl_moe.models.megatron.layers.gated_delta_net import use_gated_delta_n
 from nemo_rl_moe.models.megatron.layers.indexer import add_indexers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups, noise_in_training_only
+from nemo_rl_moe.models.megatron.layers.tree_attention import attend_along_trees
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
     mark_attention_sinks,
@@ -233,6 +234,8 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
     chunk.real_vocabulary_size = hf_config.vocab_size
     chunk.logprob_chunk_size = policy.logprob_chunk_size
     _stretch_positions(chunk, hf_config)
+    if policy.shared_prefix is not False and use_transformer_engine(policy):
+        attend_along_trees(chunk)
     add_indexers(chunk, hf_config)
     if has_vision:
         add_vision(chunk, hf_config, policy.init_seed)

@@ -8,14 +8,11 @@ from typing import Any
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 
 
-def problems_with_shared_prefix(
-    policy: PolicyConfig, fields: Mapping[str, Any], *, has_vision: bool, fused: bool
-) -> list[str]:
+def problems_with_shared_prefix(policy: PolicyConfig, fields: Mapping[str, Any], *, has_vision: bool) -> list[str]:
     """Return the parts of a model that need separate sequences, if the policy shares prefixes.
 
     Args:
         fields: The model's fields of TransformerConfig.
-        fused: Whether Transformer Engine computes the attention, which cannot follow a prefix tree yet.
     """
     if policy.shared_prefix is False:
         return []
@@ -23,7 +20,6 @@ def problems_with_shared_prefix(
         "multi-latent attention": bool(fields.get("multi_latent_attention")),
         "gated delta nets": any(fields.get("linear_attention_freq") or ()),
         "images": has_vision,
-        "Transformer Engine's attention (on GPUs)": fused,
     }
     got = str(policy.shared_prefix).lower()
     return [

@@ -218,9 +218,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     problems += _problems_with_fused_cross_entropy(fields)
     problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
-    problems += problems_with_shared_prefix(
-        policy, fields, has_vision=family.vision is not None, fused=use_transformer_engine(policy)
-    )
+    problems += problems_with_shared_prefix(policy, fields, has_vision=family.vision is not None)
     problems += [] if policy.lora is None else target_problems(policy.lora, hf_config)
     if fields.get("softmax_type") == "learnable":
         problems += _problems_with_packed_sinks(policy)

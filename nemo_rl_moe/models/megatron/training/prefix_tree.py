@@ -11,11 +11,15 @@ that of the separate sequences.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Int
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import to_device
 
 Columns = Sequence[Int[np.ndarray, "tokens ..."]]
 
@@ -126,6 +130,45 @@ class PrefixTree:
             first = last
 
 
+class PathKeys(NamedTuple):
+    """Keys of a prefix tree for kernels that take packed sequences.
+
+    Each node is a sequence of queries. Its keys are those of its path from the root, followed by its own.
+
+    Attributes:
+        index: `[keys]`, token of each packed key. The tokens of an inner node occur once for each of its descendants.
+        packed: Bounds of the nodes' queries and keys. The last query of a node belongs to its last key.
+    """
+
+    index: Int[Tensor, " keys"]
+    packed: PackedSeqParams
+
+    @classmethod
+    def of(cls, tree: PrefixTree, num_tokens: int, device: torch.device) -> "PathKeys":
+        """Return the keys of a tree. The `num_tokens` of the row may include padding, whose tokens form a node."""
+        parts, lengths, widths = [], list(tree.lengths), []
+        for path, children in tree.families():
+            for child in children:
+                own = slice(tree.starts[child], tree.starts[child] + tree.lengths[child])
+                keys = [np.arange(part.start, part.stop) for part in (*path, own)]
+                parts += keys
+                widths.append(sum(map(len, keys)))
+        if padding := num_tokens - tree.num_tokens:
+            parts.append(np.arange(tree.num_tokens, num_tokens))
+            lengths.append(padding)
+            widths.append(padding)
+        bounds = [np.cumsum([0, *each], dtype=np.int32) for each in (lengths, widths)]
+        index, queries, keys = (to_device(torch.from_numpy(each), device) for each in (np.concatenate(parts), *bounds))
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=queries,
+            cu_seqlens_kv=keys,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(widths),
+        )
+        return cls(index, packed)
+
+
 @dataclass
 class TreeSeqParams(PackedSeqParams):
     """`PackedSeqParams` of a prefix tree: one packed row, whose tokens attend along the tree.
@@ -140,6 +183,13 @@ class TreeSeqParams(PackedSeqParams):
     tree: PrefixTree | None = None
     position_ids: Tensor | None = None
     predecessors: Tensor | None = None
+
+    @cached_property
+    def path_keys(self) -> PathKeys:
+        """Keys for the kernels of all layers. Computed at the first use."""
+        assert self.tree is not None
+        assert self.position_ids is not None
+        return PathKeys.of(self.tree, len(self.position_ids), self.position_ids.device)
 
 
 def tree_of(packed: PackedSeqParams | None) -> PrefixTree | None:

@@ -17,7 +17,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training.prefix_tree import PrefixTree
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
@@ -210,3 +210,19 @@ def test_replay_takes_the_first_sequences_experts_and_reports_others(name: str) 
     assert shared[0].moe_metrics[0]["routing/agreement"] == 1
     assert differing[0].moe_metrics[0]["routing/agreement"] == pytest.approx(1 - 1 / num_rows, abs=1e-9)
     assert differing[0].moe_metrics[0]["routing/anomalies"] == shared[0].moe_metrics[0]["routing/anomalies"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("qwen3_moe", "one"), ("qwen3_moe", "tp2"), ("qwen3_moe", "pp2"), ("gpt_oss", "ep2"), ("glm4_moe", "tp2_pp2_ep2")],
+)
+def test_the_modules_of_gpus_train_as_with_separate_sequences(model: str, name: str) -> None:
+    """Transformer Engine's stand-in takes each node as a packed sequence whose keys are those of its path."""
+    num_ranks, sizes = LAYOUTS.get(name, (1, {}))
+    policy = tiny_policy(num_ranks, shared_prefix=True, **sizes)
+    (separate,) = run_ranks(train_groups, 1, tiny_policy(1), False, model)
+    shared = run_ranks_with_engine(train_groups, num_ranks, policy, True, model)
+    found = difference([each.run for each in shared], separate.run)
+    for metric, limit in vars(TOLERANCE).items():
+        assert getattr(found, metric) <= 4 * limit, f"{metric}: {found}"

@@ -44,7 +44,7 @@ def gather_sequences(part: Tensor, lengths: Sequence[int], group: ProcessGroup) 
     return whole
 
 
-_MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal")
+_MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -162,7 +162,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             of_batch = [t.transpose(0, 1) for t in (query_layer, key_layer, value_layer)]
             found = self._one(*of_batch, mask, window, positions).transpose(0, 1)
         else:
-            found = self._many(query_layer, key_layer, value_layer, mask, window, cu_seqlens_q, cu_seqlens_q_padded)
+            ends = cu_seqlens_q, cu_seqlens_kv
+            found = self._many(query_layer, key_layer, value_layer, mask, window, ends, cu_seqlens_q_padded)
             if max_seqlen_q is None or max_seqlen_kv is None:
                 raise AssertionError("max_seqlen is read from the device, which waits for it")
         return found.flatten(-2).contiguous()
@@ -174,13 +175,23 @@ class DotProductAttention(TransformerEngineBaseModule):
         value: Tensor,
         mask: str,
         window: tuple[int, int] | None,
-        ends: Tensor | None,
+        ends_of_both: tuple[Tensor | None, Tensor | None],
         starts: Tensor | None,
     ) -> Tensor:
         if "padding" not in mask:
             raise AssertionError("Attention mask type must be padding or padding_causal for qkv_format=thd!")
-        if ends is None or ends.dtype != torch.int32:
+        ends, ends_of_keys = ends_of_both
+        if ends is None or ends_of_keys is None or {ends.dtype, ends_of_keys.dtype} != {torch.int32}:
             raise AssertionError("cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!")
+        if mask == "padding_causal_bottom_right":
+            if self.cp_group is not None or starts is not None:
+                raise NotImplementedError("queries of fewer tokens than keys, with padding or shared by ranks")
+            pieces = zip(
+                query.split(ends.diff().tolist()),
+                *(tensor.split(ends_of_keys.diff().tolist()) for tensor in (key, value)),
+                strict=True,
+            )
+            return torch.cat([self._one(q[None], k[None], v[None], mask[8:], window, None)[0] for q, k, v in pieces])
         lengths = ends.diff().tolist()
         begins, size = (ends if starts is None else starts).tolist(), 1
         if self.cp_group is not None:
