@@ -26,8 +26,8 @@ ABSOLUTE = {
     "clipped_fraction": 0.01,
     "": 5e-6,
 }
-"""By parts of names, of differences of nearly equal numbers, GRPO's loss say: their rounding is that of the numbers. One
-token in a hundred may cross a clipping bound."""
+"""By parts of names, of differences of nearly equal numbers, GRPO's loss say: their rounding is that of the numbers.
+One token in a hundred may cross a clipping bound."""
 TIE = 1e-6
 """A reward margin below this is rounding, and so is which response counts as preferred."""
 

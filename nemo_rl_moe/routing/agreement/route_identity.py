@@ -36,13 +36,14 @@ AnomalyKind = Literal[
 SHIFTS = (-1, 0, 1)
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _MOST_LAYERS = 4
+_LEAST_MOVED = 4
 _OWN = 0.5
 """A sequence's routes are not its own if their `ownership` is below this value minus `least_lead`."""
 
 
 LEAST_KAPPA = 0.5
-"""Least agreement beyond chance of captured routes with the routers to which they belong. With weights that are many
-updates older it is above 0.8. If layers, tokens or sequences were exchanged, it is above 0.9 with the right ones."""
+"""Least agreement beyond chance of captured routes with the routers to which they belong, if the weights are the same.
+If layers, tokens or sequences were exchanged, it is above 0.9 with the right ones."""
 
 
 @dataclass(frozen=True)
@@ -178,17 +179,28 @@ def find_anomalies(
     layers: Sequence[int],
     sequences: Sequence[str] = (),
     counts: Int[np.ndarray, "kinds layers experts"] | None = None,
+    *,
+    same_weights: bool = True,
 ) -> list[RoutingAnomaly]:
     """Report captured rows that belong to another layer, token or sequence, or whose ids mean other experts.
 
     Captured rows belong to another layer, token or sequence if they agree better with the routers' choices there than
     with the choices for themselves, by at least 0.1 and by at least six standard errors of a share. In addition, their
     agreement there, corrected for chance (kappa), must be at least 0.5.
+
+    Args:
+        same_weights: Whether the weights in training chose the captured experts. If not, a sequence with little
+            agreement is no anomaly, nor are fewer than `_LEAST_MOVED` renumbered ids of a layer: updates can let
+            routers replace one popular expert by another.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
     found: list[RoutingAnomaly] = []
-    renumbered = _renumbered(hot, counts)
+    renumbered = {
+        place: of_layer
+        for place, of_layer in _renumbered(hot, counts).items()
+        if same_weights or len(of_layer.router_ids) >= _LEAST_MOVED
+    }
     elsewhere: list[int] = []
     if _may_belong_elsewhere(hot):
         by_layer = _layer_overlap(hot)
@@ -201,7 +213,7 @@ def find_anomalies(
             elsewhere.append(place)
     found += _of_ids({place: renumbered[place] for place in renumbered if place not in elsewhere}, layers)
     hot.forget([*elsewhere, *renumbered])  # rows of other layers and ids agree with no other token or sequence either
-    return found + _of_tokens_and_sequences(hot, names)
+    return found + _of_tokens_and_sequences(hot, names, same_weights=same_weights)
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
@@ -225,9 +237,9 @@ def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> lis
     return [RoutingAnomaly("ids", "; ".join(texts[:_MOST_LAYERS]) + more)] if texts else []
 
 
-def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[RoutingAnomaly]:
+def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str], *, same_weights: bool) -> list[RoutingAnomaly]:
     if not _may_belong_elsewhere(hot):
-        return _strangers(hot, names, named=set())
+        return _strangers(hot, names, named=set()) if same_weights else []
     found: list[RoutingAnomaly] = []
     per_sequence = (hot.num_named > 0).sum((1, 2))
     by_shift = shift_overlap(hot)
@@ -247,7 +259,7 @@ def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[RoutingA
     for place, other in swapped.items():
         text = f"sequence {names[place]} carries the routes of sequence {names[other]}"
         found.append(RoutingAnomaly("sequence", f"{text}: {_compared(by_sequence.share[place], place, other)}"))
-    return found + _strangers(hot, names, named=shifted.keys() | swapped.keys())
+    return found + (_strangers(hot, names, named=shifted.keys() | swapped.keys()) if same_weights else [])
 
 
 def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[RoutingAnomaly]:

@@ -281,7 +281,8 @@ class MegatronGenerator:
 def _distinct_prompts(request: GenerationBatch, batch: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the first row with each distinct prompt of a batch, and for each row the index of its prompt in them."""
     numbers: dict[Hashable, int] = {}
-    firsts, copies = [], []
+    firsts: list[int] = []
+    copies: list[int] = []
     for row, index in enumerate(batch):
         images = identity_of(request.model_inputs[index]) if request.model_inputs else ()
         number = numbers.setdefault((tuple(request.prompts[index]), images), len(firsts))

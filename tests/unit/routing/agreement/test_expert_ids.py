@@ -13,6 +13,7 @@ from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample, find_anomalies
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport
 from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
+from nemo_rl_moe.token_lag import LAG_CLASSES
 from tests.support.quick_list import some_of
 
 LAYERS = (1, 2, 3, 5)
@@ -32,6 +33,7 @@ def report_of(
     seed: int = 0,
     repeats: bool = False,
     twins: bool = False,
+    older_weights: bool = False,
 ) -> RoutingReport:
     """Report of a step whose routers see tokens of their own, with noise of their own on both sides.
 
@@ -43,6 +45,7 @@ def report_of(
         seed: Of all of it.
         repeats: Every sequence ends with one token again and again.
         twins: Two experts have the same logits.
+        older_weights: The tokens have a lag.
     """
     sequences, tokens, experts, topk = shape
     generator = np.random.default_rng(seed)
@@ -66,7 +69,11 @@ def report_of(
     statistics.add(0, torch.arange(len(LAYERS)), ReplayRoutes.of(rows, experts), fed, seen)
     sample = RouteSample(captured[:2, -48:].astype(np.int32), live[:2, -48:].astype(np.int32))
     totals = statistics.reduced()
-    checked = CheckTotals(torch.zeros(3, dtype=torch.long), rows_by_rank(totals.rows, 0), num_ranks=1, is_exact=False)
+    by_lag = torch.zeros(len(LAG_CLASSES), 2, dtype=torch.long)
+    by_lag[int(older_weights)] = len(fed)
+    checked = CheckTotals(
+        torch.zeros(3, dtype=torch.long), rows_by_rank(totals.rows, 0), num_ranks=1, is_exact=False, by_lag=by_lag
+    )
     return routing_report(LAYERS, totals, checked, sample, num_experts=experts, per_layer=True)
 
 
@@ -183,3 +190,35 @@ def test_rows_that_differ_whatever_their_margin_are_a_metric(noise: float) -> No
     assert wrong.anomalies == ()
     assert wrong.metrics["routing/clear_rows_differing_share"] == pytest.approx(0.21, abs=0.06)
     assert wrong.metrics["routing/clear_rows_differing_layer"] in LAYERS
+
+
+MOVED = 2.0
+"""Noise of logits as of weights that many fast updates lie between: routers choose other experts for most tokens."""
+
+
+@pytest.mark.parametrize("older_weights", [False, True])
+@pytest.mark.parametrize("noise", [MOVED, 0.4])
+def test_older_weights_explain_disagreement(noise: float, older_weights: bool) -> None:
+    report = report_of((64, 28, 8, 2), noise=noise, older_weights=older_weights)
+    differs = "routing/clear_rows_differing_share" in report.metrics
+    assert bool(report.anomalies or differs) is not older_weights
+
+
+def one_token_late(captured: Captured) -> None:
+    captured[:, 1:] = captured[:, :-1].copy()
+
+
+def other_layer(captured: Captured) -> None:
+    captured[:, :, 1] = captured[:, :, 2]
+
+
+def all_ids_moved(captured: Captured) -> None:
+    captured[:, :, 2] = (captured[:, :, 2] + 3) % 8
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(one_token_late, "token"), (other_layer, "layer"), (all_ids_moved, "ids")])
+def test_routes_that_fit_elsewhere_are_reported_with_older_weights_too(
+    fault: Callable[[Captured], None], kind: str
+) -> None:
+    report = report_of((64, 28, 8, 2), fault, noise=ROUGH, older_weights=True)
+    assert {anomaly.kind for anomaly in report.anomalies} == {kind}
