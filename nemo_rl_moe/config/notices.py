@@ -106,6 +106,18 @@ def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator
         )
 
 
+def microbatch_size_is_not_used(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a number of samples in a microbatch if microbatches are filled by tokens."""
+    policy = config.policy
+    size = policy.train_micro_batch_size
+    for name in ("sequence_packing", "dynamic_batching"):
+        if size > 1 and getattr(policy, name).enabled:
+            yield (
+                f"policy.train_micro_batch_size: {size} has no effect: with policy.{name}.enabled true, a microbatch has"
+                f" as many samples as fit into policy.{name}.train_mb_tokens"
+            )
+
+
 def transport_is_not_used(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
     """Warn of a weight transport if the engine is the trainer itself."""
     if isinstance(config, GRPOMasterConfig):
@@ -203,6 +215,7 @@ NOTICES = (
     checkpoints_without_the_metric,
     metric_may_be_misspelt,
     transport_is_not_used,
+    microbatch_size_is_not_used,
     ipo_by_sums,
     gradients_add_up_in_bfloat16,
     rollouts_draw_from_a_part,

@@ -236,3 +236,14 @@ def test_a_transport_to_the_trainer_itself_is_reported() -> None:
         "policy.generation.weight_transport: gloo has no effect: with backend megatron the trainer generates with its"
         " own weights"
     ]
+
+
+@pytest.mark.parametrize("name", ["sequence_packing", "dynamic_batching"])
+def test_a_microbatch_size_is_reported_if_tokens_fill_microbatches(name: str) -> None:
+    other = {"sequence_packing": "dynamic_batching", "dynamic_batching": "sequence_packing"}[name]
+    on = [f"policy.{name}.enabled=true", f"policy.{other}.enabled=false"]
+    assert lines("sft", *on, "policy.train_micro_batch_size=4") == [
+        f"policy.train_micro_batch_size: 4 has no effect: with policy.{name}.enabled true, a microbatch has as many"
+        f" samples as fit into policy.{name}.train_mb_tokens"
+    ]
+    assert lines("sft", *on, "policy.train_micro_batch_size=1") == []
