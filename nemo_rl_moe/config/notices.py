@@ -113,8 +113,8 @@ def microbatch_size_is_not_used(config: LoopMasterConfig, num_steps: int) -> Ite
     for name in ("sequence_packing", "dynamic_batching"):
         if size > 1 and getattr(policy, name).enabled:
             yield (
-                f"policy.train_micro_batch_size: {size} has no effect: with policy.{name}.enabled true, a microbatch has"
-                f" as many samples as fit into policy.{name}.train_mb_tokens"
+                f"policy.train_micro_batch_size: {size} has no effect: with policy.{name}.enabled true, a microbatch"
+                f" has as many samples as fit into policy.{name}.train_mb_tokens"
             )
 
 

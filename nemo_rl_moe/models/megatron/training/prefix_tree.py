@@ -158,11 +158,13 @@ class PathKeys(NamedTuple):
             lengths.append(padding)
             widths.append(padding)
         bounds = [np.cumsum([0, *each], dtype=np.int32) for each in (lengths, widths)]
-        index, queries, keys = (to_device(torch.from_numpy(each), device) for each in (np.concatenate(parts), *bounds))
+        index, ends, ends_of_keys = (
+            to_device(torch.from_numpy(each), device) for each in (np.concatenate(parts), *bounds)
+        )
         packed = PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=queries,
-            cu_seqlens_kv=keys,
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends_of_keys,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(widths),
         )
