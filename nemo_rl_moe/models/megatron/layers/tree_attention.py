@@ -35,6 +35,6 @@ def _with_path_keys(
     if not isinstance(packed, TreeSeqParams):
         return None
     query, key, value, *others = tensors
-    index, of_nodes = packed.path_keys
+    tokens, of_nodes = packed.path_keys
     changed = {"packed_seq_params": of_nodes, "attn_mask_type": _BottomRight.padding_causal_bottom_right}
-    return (query, key.index_select(0, index), value.index_select(0, index), *others), options | changed
+    return (query, key.index_select(0, tokens), value.index_select(0, tokens), *others), options | changed

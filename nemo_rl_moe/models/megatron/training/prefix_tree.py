@@ -136,11 +136,11 @@ class PathKeys(NamedTuple):
     Each node is a sequence of queries. Its keys are those of its path from the root, followed by its own.
 
     Attributes:
-        index: `[keys]`, token of each packed key. The tokens of an inner node occur once for each of its descendants.
+        tokens: `[keys]`, token of each packed key. The tokens of an inner node occur once for each of its descendants.
         packed: Bounds of the nodes' queries and keys. The last query of a node belongs to its last key.
     """
 
-    index: Int[Tensor, " keys"]
+    tokens: Int[Tensor, " keys"]
     packed: PackedSeqParams
 
     @classmethod
@@ -158,7 +158,7 @@ class PathKeys(NamedTuple):
             lengths.append(padding)
             widths.append(padding)
         bounds = [np.cumsum([0, *each], dtype=np.int32) for each in (lengths, widths)]
-        index, ends, ends_of_keys = (
+        tokens, ends, ends_of_keys = (
             to_device(torch.from_numpy(each), device) for each in (np.concatenate(parts), *bounds)
         )
         packed = PackedSeqParams(
@@ -168,7 +168,7 @@ class PathKeys(NamedTuple):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(widths),
         )
-        return cls(index, packed)
+        return cls(tokens, packed)
 
 
 @dataclass
