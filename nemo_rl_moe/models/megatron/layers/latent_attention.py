@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
+from nemo_rl_moe.models.megatron.training.prefix_tree import TreeSeqParams
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the latents' norms. `modeling_deepseek_v3.py` ignores `rms_norm_eps` for them."""
@@ -43,12 +45,13 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """`MLASelfAttention` with two differences.
+    """`MLASelfAttention` with three differences.
 
     - The latents' norms have the epsilon of the checkpoints.
     - Down-projections to the latents are replicated on every tensor-parallel rank, as with Transformer Engine. With
       Megatron-Core's column split, the gradient of the keys' rotary part, which all heads share, would only include
       the heads of the own rank.
+    - Rotary positions follow the prefix tree of a microbatch that has one.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
@@ -62,6 +65,25 @@ class LatentSelfAttention(MLASelfAttention):
             if isinstance(linear, ColumnParallelLinear):
                 weight = linear.weight.new_empty(linear.output_size, linear.input_size)
                 setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
+        self._position_ids: Tensor | None = None
+        self.rotary_pos_emb.register_forward_hook(self._at_positions)
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        """Attend, with the rotary positions of a prefix tree if there is one."""
+        if isinstance(packed_seq_params, TreeSeqParams):
+            self._position_ids = packed_seq_params.position_ids
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            self._position_ids = None
+
+    def _at_positions(self, _: torch.nn.Module, __: Any, found: Tensor | tuple[Tensor, float]) -> Any:
+        """Return the angles of the tokens of a prefix tree. YaRN's embedding also returns a factor."""
+        if self._position_ids is None:
+            return found
+        angles, *factor = found if isinstance(found, tuple) else (found,)
+        angles = angles.index_select(0, self._position_ids)
+        return (angles, *factor) if factor else angles
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return name -> module of the latents' norms and of the projections next to them, unchanged from `submodules`.

@@ -108,9 +108,9 @@ class _PolicyOutput:
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
-        if not isinstance(packed_seq_params, TreeSeqParams):
-            return tuple(found)
         embeddings, angles, *others = found
+        if angles is None or not isinstance(packed_seq_params, TreeSeqParams):  # None: latent attention has its own
+            return tuple(found)
         return (embeddings, angles.index_select(0, packed_seq_params.position_ids), *others)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ def problems_with_shared_prefix(policy: PolicyConfig, fields: Mapping[str, Any],
     if policy.shared_prefix is False:
         return []
     found = {
-        "multi-latent attention": bool(fields.get("multi_latent_attention")),
         "gated delta nets": any(fields.get("linear_attention_freq") or ()),
         "images": has_vision,
     }

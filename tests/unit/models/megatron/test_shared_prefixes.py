@@ -28,8 +28,8 @@ from tests.support.tiny_model import (
 )
 from tests.support.training_run import Difference, RankRun, build_trainer, difference, weights_of
 
-WITHOUT = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "qwen3_next", "qwen3_5")
-"""Families with latent attention or gated delta nets."""
+WITHOUT = ("qwen3_next", "qwen3_5")
+"""Families with gated delta nets."""
 GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
 # Largest seen: 6e-8, 3e-7, 1e-6 and 2e-6.
 TOLERANCE = Difference(loss=5e-7, grad_norm=2e-6, moe_metrics=2e-6, weights=1e-5)
@@ -143,6 +143,14 @@ def test_every_layout_trains_as_separate_sequences_do(name: str, changes: str) -
 
 
 @pytest.mark.full
+def test_latent_attention_trains_as_with_separate_sequences_in_a_layout() -> None:
+    num_ranks, sizes = LAYOUTS["tp2_pp2_ep2"]
+    changes = {"activation_checkpointing": "full"}
+    policy = tiny_policy(num_ranks, **sizes, **changes)
+    assert_same_training(policy, num_ranks, tiny_policy(1, **changes), "deepseek_v3")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 def test_families_train_as_with_separate_sequences_or_are_refused(family: str) -> None:
     policy, hf_config = tiny_policy(1, shared_prefix=True), FAMILY_MODELS[family].hf_config()
@@ -215,7 +223,14 @@ def test_replay_takes_the_first_sequences_experts_and_reports_others(name: str) 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("qwen3_moe", "one"), ("qwen3_moe", "tp2"), ("qwen3_moe", "pp2"), ("gpt_oss", "ep2"), ("glm4_moe", "tp2_pp2_ep2")],
+    [
+        ("qwen3_moe", "one"),
+        ("qwen3_moe", "tp2"),
+        ("qwen3_moe", "pp2"),
+        ("gpt_oss", "ep2"),
+        ("glm4_moe", "tp2_pp2_ep2"),
+        ("deepseek_v3", "tp2"),
+    ],
 )
 def test_the_modules_of_gpus_train_as_with_separate_sequences(model: str, name: str) -> None:
     """Transformer Engine's stand-in takes each node as a packed sequence whose keys are those of its path."""
