@@ -105,8 +105,11 @@ class Size(NamedTuple):
 DEFAULT_SIZE = Size(32, 64, 4)
 
 
-def add_size(parser: argparse.ArgumentParser) -> None:
-    """Add `--size`."""
+def add_size_and_model(parser: argparse.ArgumentParser) -> None:
+    """Add `--size` and `--model`."""
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="a model with weights and tokenizer (default: the small random one)"
+    )
     parser.add_argument(
         "--size",
         type=Size.of,
@@ -147,10 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = StepClock(counts_cpu_at=(options.warmup, options.warmup + options.steps))
     with tempfile.TemporaryDirectory(prefix="grpo_throughput_") as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        num_parameters = write_model(folder / "model")
+        model = {"folder": str(options.model)}
+        if options.model is None:
+            model = MODEL | {"num_parameters": write_model(folder / "model")}
         stack.enter_context(running_ray(options.workers))
         threads = threads_per_worker(usable_cores(), options.workers)
-        config = make_config(folder / "model", options)
+        config = make_config(options.model or folder / "model", options)
         prompts = RandomPrompts(options.warmup + options.steps, length=options.size.prompt)
         run(config, prompts, folder, clock, stack)
     result = summary(clock.steps[options.warmup :], NUM_PROMPTS * options.size.group) | {
@@ -161,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "layer_spec": options.layer_spec,
         "size": options.size,
         "shared_prefix": options.shared_prefix,
-        "model": MODEL | {"num_parameters": num_parameters, "precision": "float32"},
+        "model": model | {"precision": "float32"},
+        "peak_gigabytes": round(clock.peak_bytes / 1e9, 2),
         **surroundings(),
     }
     print(json.dumps({"name": "grpo_throughput"} | result))
@@ -173,7 +179,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
     add_workers(parser)
     add_layer_spec(parser)
-    add_size(parser)
+    add_size_and_model(parser)
     parser.add_argument(
         "--shared-prefix",
         choices=("false", "true", "auto"),
@@ -192,8 +198,8 @@ def make_config(model: Path, options: argparse.Namespace) -> GRPOMasterConfig:
         "grpo.num_generations_per_prompt": size.group,
         **one_epoch("grpo"),
         "policy.model_name": model,
-        "policy.init": "random",
-        "policy.tokenizer.name": TOKENIZER,
+        "policy.init": "random" if options.model is None else "pretrained",
+        "policy.tokenizer.name": options.model or TOKENIZER,
         "policy.train_global_batch_size": samples,
         "policy.train_micro_batch_size": samples // options.workers,
         "policy.max_total_sequence_length": longest,

@@ -199,6 +199,15 @@ def family_cpu_seconds() -> float:
     return total
 
 
+def peak_resident_bytes(process: psutil.Process) -> int:
+    """Return the largest resident memory that a process has had, 0 if it has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[FanOutLogger, ConsoleLogger]:
     """Return a hidden console, `metrics.jsonl`, and the clock, which is last. The stack closes them."""
     console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
@@ -215,12 +224,14 @@ class StepClock:
         steps: The metrics of each step, and as `seconds` the time since the previous step, with logging.
         counts_cpu_at: Steps after which the CPU time of all processes is measured.
         cpu_seconds: These measurements.
+        peak_bytes: Sum of the largest resident memory of each process so far.
     """
 
     name = "clock"
     steps: list[Mapping[str, float]] = field(default_factory=list)
     counts_cpu_at: Sequence[int] = ()
     cpu_seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
     _last: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
@@ -233,6 +244,7 @@ class StepClock:
         self.steps.append(dict(metrics) | {"seconds": now - self._last})
         if len(self.steps) in self.counts_cpu_at:
             self.cpu_seconds.append(family_cpu_seconds())
+            self.peak_bytes = sum(peak_resident_bytes(process) for process in family())
             now = time.perf_counter()
         self._last = now
 

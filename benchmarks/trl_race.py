@@ -27,7 +27,8 @@ examples:
   taskset -c 0 python benchmarks/trl_race.py --work sft,dpo         everything on one core
   python benchmarks/trl_race.py --pairs 1 --steps 5                 a look
 
-median is the one to quote, of ratios of neighbours in time; least and most are the pairs' extremes."""
+median is the one to quote, of ratios of neighbours in time; least and most are the pairs' extremes. peak_gigabytes is
+the sum of the largest resident memory of each process."""
 BENCHMARKS = Path(__file__).parent
 
 
@@ -58,9 +59,9 @@ class Work:
         return ["--turns", str(max(1, steps // 5)), "--block", "5"]
 
 
-def _grpo(size: str, goal: float) -> Work:
+def _grpo(size: str, goal: float, *model: str) -> Work:
     shared = ("--shared-prefix", "auto")
-    return Work("grpo", "grpo_throughput.py", {"metrics_on": ()}, goal, both=("--size", size), mine=shared)
+    return Work("grpo", "grpo_throughput.py", {"metrics_on": ()}, goal, both=("--size", size, *model), mine=shared)
 
 
 WORK = {
@@ -70,6 +71,7 @@ WORK = {
     "dpo": Work("dpo", "dpo_throughput.py", {"metrics_on": ()}, 1.25),
     "grpo": _grpo("32,64,4", 1.4),
     "grpo_long_prompts": _grpo("512,128,8", 2),
+    "grpo_real_model": _grpo("55,4,8", 2, "--model", str(REPOSITORY / ".world" / "SmolLM2-135M-Instruct-MoE")),
     "mixed": Work(
         "mixed_grouped",
         "mixed_lengths.py",
@@ -95,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "ours_to_trl": {
                 mode: ratios([(ours[mode], theirs) for ours, theirs in pairs]) for mode in WORK[name].modes
             },
+            "peak_gigabytes": {
+                side: max((each["peak_gigabytes"] for each in found if "peak_gigabytes" in each), default=None)
+                for side, found in zip(("ours", "trl"), zip(*pairs, strict=True), strict=True)
+            },
         }
         result["versions"] = pairs[0][1]["versions"] | {"nemo_rl_moe": pairs[0][0]["versions"]["nemo_rl_moe"]}
         print(f"{name}: {json.dumps(result['work'][name])}", file=sys.stderr)
@@ -103,7 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
-    parser.add_argument("--work", type=_work, default=list(WORK), help=f"of {','.join(WORK)} (default: all)")
+    others = [name for name in WORK if name != "grpo_real_model"]
+    parser.add_argument(
+        "--work",
+        type=_work,
+        default=others,
+        help=f"of {','.join(WORK)} (default: all but grpo_real_model, whose model `make real-model` writes)",
+    )
     parser.add_argument("--pairs", type=positive, default=4, metavar="N", help="runs of each side (default: 4)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")
     parser.add_argument(
@@ -135,7 +147,7 @@ def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[
         1: lambda: run(work.ours, work.options(options.steps), None),
     }
     found = {side: sides[side]() for side in (begins, 1 - begins)}
-    ours: dict[str, Any] = {"versions": found[1]["versions"]}
+    ours: dict[str, Any] = {name: found[1][name] for name in ("versions", "peak_gigabytes") if name in found[1]}
     for mode, path in work.modes.items():
         values: Any = found[1]
         for key in path:

@@ -20,12 +20,13 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import numpy as np
+import psutil
 import torch
 import transformers
 import trl
 from datasets import Dataset, disable_progress_bars
-from grpo_throughput import NUM_PROMPTS, Size, add_size
-from small_model import MODEL, TOKENIZER, VOCABULARY, confine, positive
+from grpo_throughput import NUM_PROMPTS, add_size_and_model
+from small_model import MODEL, TOKENIZER, VOCABULARY, confine, peak_resident_bytes, positive
 
 LENGTH, PROMPT_LENGTH = 128, 32
 WORK = ("sft", "dpo", "grpo", "mixed_padded", "mixed_grouped")
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("work", choices=WORK, help="kind of training")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")
     parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
-    add_size(parser)
+    add_size_and_model(parser)
     options = parser.parse_args(arguments)
     confine(1)
     torch.set_num_threads(1)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disable_progress_bars()
     clock = StepClock()
     with tempfile.TemporaryDirectory(prefix="trl_trainers_") as scratch:
-        trainer = _trainer(options.work, options.warmup + options.steps, scratch, clock, options.size)
+        trainer = _trainer(options, scratch, clock)
         # TRL prints its logs.
         with contextlib.redirect_stdout(sys.stderr):
             trainer.train()
@@ -90,19 +91,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "seconds_per_step": {"median": round(statistics.median(wall), 5)},
                 "cpu_seconds_per_step": round(float(cpu.mean()), 5),
                 "steps": options.steps,
+                "peak_gigabytes": round(peak_resident_bytes(psutil.Process()) / 1e9, 2),
                 "versions": {module.__name__: module.__version__ for module in (torch, transformers, trl)},
             }
         )
     )
 
 
-def _trainer(work: str, steps: int, folder: str, clock: StepClock, size: Size) -> transformers.Trainer:
-    """Return the trainer of a kind of work. GRPO has the `size`."""
+def _trainer(options: argparse.Namespace, folder: str, clock: StepClock) -> transformers.Trainer:
+    """Return the trainer of a kind of work."""
+    work, steps, size = options.work, options.warmup + options.steps, options.size
     transformers.set_seed(0)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
+    if options.model is None:
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
     # From a folder, since DPO also reads its reference model there.
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model or folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model or TOKENIZER)
     given = COMMON | {"output_dir": folder, "max_steps": steps}
     generator = np.random.default_rng(0)
 
@@ -135,7 +139,8 @@ def _trainer(work: str, steps: int, folder: str, clock: StepClock, size: Size) -
         }
         config = trl.DPOConfig(**given, max_length=LENGTH, per_device_train_batch_size=8, beta=0.1)
         return trl.DPOTrainer(args=config, train_dataset=Dataset.from_dict(rows), **shared)
-    prompts = ["".join(generator.choice(list("0123456789+"), size=size.prompt)) for _ in range(NUM_PROMPTS * steps)]
+    # The tokenizers have a token for each digit.
+    prompts = ["".join(generator.choice(list("0123456789"), size=size.prompt)) for _ in range(NUM_PROMPTS * steps)]
 
     def share_of_a_digit(completions: Sequence[str], **_: Any) -> list[float]:
         return [text.count("1") / max(1, len(text)) for text in completions]
