@@ -22,15 +22,14 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model import releases as corrections
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
-from nemo_rl_moe.models.megatron.model.releases import (
-    MEGATRON_VERSION,
-    recorded_auxiliary_losses,
-)
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from tests.support.gloo_ranks import RankError, run_ranks
 from tests.support.recorded_losses import record_auxiliary_loss
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import RankRun, RunSettings, build_trainer, difference, shard_of_step, train_run
+from tests.unit.models.cases import full, slow
+from tests.unit.models.megatron.tiny_trainers import tiny_trainer
 
 _ROOM = "nemo_rl_moe.models.megatron."
 _OLD = MEGATRON_VERSION == "0.16.1"
@@ -134,9 +133,7 @@ def with_biases(cure: str | None, **sizes: int) -> list[RankRun]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "sizes", [{"tp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=["tp2", "tp2_ep2"]
-)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, slow({"tp": 2, "ep": 2})], ids=["tp2", "tp2_ep2"])
 def test_biases_of_experts_are_not_added_up_over_tensor_parallel_ranks(
     sizes: dict[str, int], one_rank_with_biases: RankRun
 ) -> None:
@@ -213,8 +210,7 @@ def widened(shard: GlobalBatchShard, columns: int) -> GlobalBatchShard:
 
 
 def train_with_more_padding(settings: RunSettings, columns: int) -> tuple[float, dict[str, float]]:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         shard = shard_of_step(trainer, settings, 0)
         result = trainer.train([widened(shard, columns)], sft_loss)
         losses = {name: value for name, value in result.moe_metrics.items() if name.startswith(("load_bal", "z_loss"))}
@@ -222,12 +218,7 @@ def train_with_more_padding(settings: RunSettings, columns: int) -> tuple[float,
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"layer_spec": "local"}, marks=pytest.mark.full),
-        pytest.param({"layer_spec": "auto"}, marks=pytest.mark.slow),
-        {"moe_z_loss_coeff": 0.1},
-    ],
+    "changes", [full({"layer_spec": "local"}), slow({"layer_spec": "auto"}), {"moe_z_loss_coeff": 0.1}]
 )
 def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[str, Any]) -> None:
     settings = RunSettings(tiny_policy(1, moe_router_load_balancing_type="aux_loss", **changes))
@@ -337,33 +328,9 @@ def test_stage_that_recorded_nothing_takes_part_in_the_reduction() -> None:
 # Scale of the auxiliary losses
 
 
-def train_repeated(policy: PolicyConfig, repetitions: int, scaled: bool) -> float:
-    """Gradient norm of a batch whose microbatches all hold the same two sequences."""
-    with parallel_job(policy), ExitStack() as stack:
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-        trainer = build_trainer(RunSettings(policy))
-        if not scaled:
-            stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale"))
-        pair = tiny_batch(100).select([0, 1])
-        batch = pair.select([0, 1] * repetitions)
-        microbatches = [[2 * index, 2 * index + 1] for index in range(repetitions)]
-        return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm
-
-
-@pytest.mark.full
-def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> None:
-    policy = tiny_policy(1, layer_spec="local", moe_aux_loss_coeff=1.0, max_grad_norm=None)
-    once, four_times = (run_ranks(train_repeated, 1, policy, count, True)[0] for count in (1, 4))
-    assert four_times == pytest.approx(once, rel=1e-6)
-    unscaled = run_ranks(train_repeated, 1, policy, 4, False)[0]
-    assert abs(unscaled / once - 1) > 0.05
-
-
 def train_in_microbatches_of(size: int, policy: PolicyConfig) -> float:
     """Gradient norm of one sequence four times, in microbatches of `size`."""
-    with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy))
+    with tiny_trainer(policy) as trainer:
         batch = tiny_batch(100).select([0] * 4)
         microbatches = [list(range(first, first + size)) for first in range(0, 4, size)]
         return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm
