@@ -19,6 +19,7 @@ from tests.support.checkpoint_run import load_weights_alone, problems_of_loading
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.unit.models.cases import full
 
 # isort: split
 
@@ -103,11 +104,10 @@ DENSE_LAYER, MOE_LAYER = "decoder.layers.0.", "decoder.layers.1."
             {"mlp.linear_fc1.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight"},
             {"pre_mlp_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"},
         ),
-        pytest.param(
+        full(
             RunSettings(tiny_policy(), model="deepseek_v3"),
             {"pre_mlp_layernorm.weight", "self_attention.kv_layernorm.weight"},
             {"pre_mlp_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"},
-            marks=pytest.mark.full,
         ),
     ],
     ids=["experts", "latent attention"],

@@ -37,10 +37,10 @@ from tests.support.vision_models import (
     vision_batch,
     write_vision_model,
 )
+from tests.unit.models.megatron.tiny_trainers import PACKED
 
 MODEL, DENSE = "qwen3_5_moe", "qwen3_5"
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
-PACKED = {"sequence_packing__enabled": True}
 LEAST = 1e-5
 """Of losses and gradient norms, relative, and of log-probabilities; twice the rounding of the rule is allowed, too."""
 
