@@ -23,6 +23,7 @@ from nemo_rl_moe.models.interfaces import Head, missing_heads
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_top_candidates
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     layout,
     parallel_job,
@@ -32,7 +33,7 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
-from tests.unit.models.cases import full, slow
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.test_chunked_head import (
     COLUMNS,
     ROWS,
@@ -44,7 +45,7 @@ from tests.unit.models.megatron.test_chunked_head import (
     numbers,
     whole_logits,
 )
-from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for
 
 K = 4
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.

@@ -18,9 +18,9 @@ from tests.support.checkpoint_run import (
     train_from_weights,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import tiny_policy
 from tests.support.training_run import RunSettings
-from tests.unit.models.cases import full
 
 SETTINGS = RunSettings(tiny_policy(2))
 FULL = Path("/dev/full")

@@ -23,9 +23,9 @@ from tests.support.checkpoint_run import (
     train_and_save,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
-from tests.unit.models.cases import full, slow
 from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, ZERO_1
 
 SAVE_AFTER, NUM_STEPS = 2, 4

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
-from tests.unit.models.cases import full, slow
 from tests.unit.models.megatron.test_entropy_head import EntropyBonus
 from tests.unit.models.megatron.tiny_trainers import shard_for
 

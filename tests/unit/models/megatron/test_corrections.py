@@ -25,6 +25,7 @@ from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from tests.support.gloo_ranks import RankError, run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import (
     RankRun,
@@ -33,10 +34,9 @@ from tests.support.training_run import (
     difference,
     record_auxiliary_loss,
     shard_of_step,
+    tiny_trainer,
     train_run,
 )
-from tests.unit.models.cases import full, slow
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
 
 _ROOM = "nemo_rl_moe.models.megatron."
 _OLD = MEGATRON_VERSION == "0.16.1"

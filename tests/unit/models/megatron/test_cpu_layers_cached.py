@@ -21,9 +21,9 @@ from nemo_rl_moe.models.megatron.cpu.cached_forward import add_experts, has_cach
 from nemo_rl_moe.models.megatron.cpu.functions import rotate
 from nemo_rl_moe.models.megatron.cpu.fused_attention import HeadLayout
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import build_trainer
-from tests.unit.models.cases import full
 
 ROWS, SLOTS, EPS = 3, 11, 1e-6
 

@@ -27,10 +27,9 @@ from nemo_rl_moe.weight_sync.transport import TransportSpec
 from nemo_rl_moe.weight_sync.transport_backends import CollectiveTransport, FileTransport, IpcTransport
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.pretended_gpu import PretendedGpu
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy, tiny_policy
-from tests.support.training_run import build_trainer
-from tests.unit.models.cases import full, slow
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
+from tests.support.training_run import build_trainer, tiny_trainer
 
 
 def both_ways(policy: PolicyConfig) -> tuple[dict[str, str], dict[str, str]]:

@@ -15,8 +15,10 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs, needs_of
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_batch, tiny_policy
-from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for
 
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
 MODEL = {"vocab_size": 61}
@@ -100,14 +102,10 @@ def test_evaluation_and_training_measure_the_same(expected: tuple[float, ...]) -
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2) | CHUNKED, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
+        full(1, PACKED),
+        *(full(2, changes) for changes in (layout(tp=2), layout(tp=2) | CHUNKED, layout(pp=2, vpp=2), layout(ep=2))),
+        *(slow(2, changes) for changes in ({}, layout(pp=2))),
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[float, ...]) -> None:

@@ -13,8 +13,9 @@ import pytest
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.routing.routers import routers_of
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, tiny_batch, tiny_grpo_policy
-from tests.unit.models.cases import full
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     EXPERT_BIAS,
     NUM_EXPERTS,
@@ -22,7 +23,6 @@ from tests.unit.models.megatron.tiny_trainers import (
     UNTRACKED,
     load_counts,
     shard_for,
-    tiny_trainer,
     with_random_routes,
 )
 

@@ -19,6 +19,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.metrics.overload_factor import what_if_metrics
 from tests.support.gloo_ranks import run_ranks
 from tests.support.made_runs import predict_overload
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
@@ -28,7 +29,6 @@ from tests.support.tiny_model import (
     tiny_policy,
 )
 from tests.support.training_run import observer_of
-from tests.unit.models.cases import full, listed, slow
 from tests.unit.models.megatron.tiny_trainers import shard_for
 
 EXPERTS, TOPK = 8, 2

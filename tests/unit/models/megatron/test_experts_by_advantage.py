@@ -13,8 +13,9 @@ from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_token
 from nemo_rl_moe.routing.metrics.routing_advantage import advantage_metrics, advantage_scores
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, tiny_batch
-from tests.unit.models.cases import listed
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     NUM_EXPERTS,
     NUM_LAYERS,
@@ -22,7 +23,6 @@ from tests.unit.models.megatron.tiny_trainers import (
     UNTRACKED,
     policy_gradient_loss,
     replay_policy,
-    tiny_trainer,
     with_advantages,
     with_random_routes,
 )

@@ -16,6 +16,7 @@ from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_WRITER
 from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.test_experts_by_advantage import PLANS, rl_batch, sequences_of
 from tests.unit.models.megatron.tiny_trainers import (
     NUM_EXPERTS,
@@ -23,7 +24,6 @@ from tests.unit.models.megatron.tiny_trainers import (
     PACKED,
     policy_gradient_loss,
     replay_policy,
-    tiny_trainer,
 )
 
 

@@ -27,8 +27,8 @@ from tests.support.family_reference import (
     write_reference,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
-from tests.unit.models.cases import full, slow
 
 # Largest seen: 1.1e-5.
 LOGITS_TOLERANCE = 1e-4

@@ -12,9 +12,9 @@ from tests.support.checkpoint_run import load_and_export, load_and_train, save_a
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import assert_same_tensors, tensors_in
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import slow
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
-from tests.unit.models.cases import slow
 from tests.unit.models.megatron.tiny_trainers import ZERO_1
 
 SAVE_AFTER, NUM_STEPS = 1, 3

@@ -22,8 +22,8 @@ from tests.support.family_training import (
     write_and_train_references,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, tiny_policy
-from tests.unit.models.cases import listed
 
 MODELS = [
     name

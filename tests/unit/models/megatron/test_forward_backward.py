@@ -16,10 +16,10 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.forward_backward import metrics_to_host
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import slow
 from tests.support.tiny_model import layout, tiny_batch, tiny_policy
-from tests.support.training_run import RankRun, RunSettings, difference, shard_of_step, train_run
-from tests.unit.models.cases import slow
-from tests.unit.models.megatron.tiny_trainers import WITHOUT_LOSSES, tiny_trainer
+from tests.support.training_run import RankRun, RunSettings, difference, shard_of_step, tiny_trainer, train_run
+from tests.unit.models.megatron.tiny_trainers import WITHOUT_LOSSES
 
 
 def blocks(size: int) -> tuple[tuple[int, ...], ...]:

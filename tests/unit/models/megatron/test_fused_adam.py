@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
-from tests.unit.models.cases import full
-from tests.unit.models.megatron.tiny_trainers import ZERO_1, tiny_trainer
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import ZERO_1
 
 
 def optimizers_of(trainer: Any) -> list[torch.optim.AdamW]:

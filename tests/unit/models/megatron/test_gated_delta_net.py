@@ -27,9 +27,10 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_batch, tiny_policy
-from tests.unit.models.cases import full
-from tests.unit.models.megatron.tiny_trainers import shard_for, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
 TOKENS = 150

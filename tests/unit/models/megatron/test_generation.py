@@ -17,6 +17,7 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch,
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
 from tests.support.training_run import (
     PROMPT_LENGTHS,
@@ -26,9 +27,9 @@ from tests.support.training_run import (
     generator_of,
     prompts,
     request_of,
+    tiny_trainer,
 )
-from tests.unit.models.cases import full, slow
-from tests.unit.models.megatron.tiny_trainers import shard_for, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 LAYER_SPECS = ["local", "auto"]
 ALL = tuple(range(len(PROMPT_LENGTHS)))

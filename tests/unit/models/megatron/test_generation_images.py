@@ -20,6 +20,7 @@ from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import build_trainer
 from tests.support.vision_models import (
@@ -32,7 +33,6 @@ from tests.support.vision_models import (
     vision_batch,
     write_vision_model,
 )
-from tests.unit.models.cases import full, listed, slow
 
 STOPS = tuple(range(5, 45, 3))
 GREEDY = SamplingParameters(max_new_tokens=14, temperature=0.0, stop_token_ids=STOPS)

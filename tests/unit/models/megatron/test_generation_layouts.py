@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import PROMPT_LENGTHS, GenerationRun, Response, generate_run
-from tests.unit.models.cases import listed
 
 # Largest seen: 2e-6.
 TOLERANCE = 1e-5

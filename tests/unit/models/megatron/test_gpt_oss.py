@@ -18,10 +18,10 @@ from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_policy
-from tests.support.training_run import Difference, RankRun, RunSettings, train_run
-from tests.unit.models.cases import full, slow
-from tests.unit.models.megatron.tiny_trainers import assert_within, tiny_trainer
+from tests.support.training_run import Difference, RankRun, RunSettings, tiny_trainer, train_run
+from tests.unit.models.megatron.tiny_trainers import assert_within
 
 MODEL = "gpt_oss"
 # Largest seen over all layouts and both versions of Megatron-Core: 9e-8, 3e-7, 2e-7 and 2e-6.

@@ -11,10 +11,10 @@ import pytest
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import tiny_policy
-from tests.support.training_run import RunSettings, shard_of_step
-from tests.unit.models.cases import full
-from tests.unit.models.megatron.tiny_trainers import OVERLAP, WITHOUT_LOSSES, ZERO_1, tiny_trainer
+from tests.support.training_run import RunSettings, shard_of_step, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import OVERLAP, WITHOUT_LOSSES, ZERO_1
 
 ONE_BY_ONE = tuple((sequence,) for sequence in range(8))
 # Auxiliary losses are means over microbatches, of which ranks have different ones.

@@ -14,8 +14,8 @@ from tests.support.family_reference import assert_same_tensors
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import stacked, tiny_tensors, write_folder
 from tests.support.hf_runs import NOTE, load_and_save, names_handed_out, outcomes_with_failure, save_twice
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
-from tests.unit.models.cases import full, slow
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from tests.support.hf_runs import (
     load_with_each_damaged,
     spoil_while_loading,
 )
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
-from tests.unit.models.cases import full, slow
 from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS
 
 TIED = {"tie_word_embeddings": True}

@@ -19,9 +19,9 @@ from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from nemo_rl_moe.weight_sync.transport import NamedTensor
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import hf_config_of
-from tests.unit.models.cases import full
 
 Tensors = dict[str, Tensor]
 

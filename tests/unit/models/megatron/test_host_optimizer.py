@@ -10,9 +10,9 @@ import pytest
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import inner_optimizers, optimizer_parts
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import slow
 from tests.support.tiny_model import parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer
-from tests.unit.models.cases import slow
 
 # Clipping rounds gradients in bfloat16 buffers, and in float32 copies of them not.
 COMMON = {

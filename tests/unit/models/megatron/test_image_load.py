@@ -16,15 +16,15 @@ from nemo_rl_moe.routing.metrics.modality_metrics import modality_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_batch, with_image_tokens
-from tests.unit.models.cases import full, slow
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     NUM_EXPERTS,
     NUM_LAYERS,
     PACKED,
     TOPK,
     replay_policy,
-    tiny_trainer,
     with_random_routes,
 )
 

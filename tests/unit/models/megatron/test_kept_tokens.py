@@ -16,6 +16,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS, NONE_KEPT, check_kept_tokens, kept_tokens_column
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
@@ -31,8 +32,8 @@ from tests.support.training_run import (
     generator_of,
     prompts,
     request_of,
+    tiny_trainer,
 )
-from tests.unit.models.cases import full, slow
 from tests.unit.models.megatron.test_chunked_head import (
     COLUMNS,
     ROWS,
@@ -43,7 +44,7 @@ from tests.unit.models.megatron.test_chunked_head import (
     numbers,
     whole_logits,
 )
-from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED
 
 K = 9
 GROUPS = ((0, 1), (2, 3), (4, 5))

@@ -29,13 +29,13 @@ from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.token_lag import LAG_CLASSES, NO_LAG, TOKEN_LAG
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_batch, tiny_grpo_policy
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     ADVANTAGES,
     NUM_LAYERS,
     TOPK,
     policy_gradient_loss,
     shard_for,
-    tiny_trainer,
     with_advantages,
 )
 

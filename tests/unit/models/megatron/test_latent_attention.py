@@ -24,10 +24,18 @@ from nemo_rl_moe.models.megatron.training.optimizer import half_precision_module
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import tensors_in, trainer_of
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import Difference, RankRun, RunSettings, hf_config_of, shard_of_step, train_run
-from tests.unit.models.cases import full, listed, slow
-from tests.unit.models.megatron.tiny_trainers import assert_within, tiny_trainer
+from tests.support.training_run import (
+    Difference,
+    RankRun,
+    RunSettings,
+    hf_config_of,
+    shard_of_step,
+    tiny_trainer,
+    train_run,
+)
+from tests.unit.models.megatron.tiny_trainers import assert_within
 
 # Largest seen over all layouts and both versions of Megatron-Core.
 TOLERANCE = Difference(loss=1e-6, grad_norm=1e-5, moe_metrics=1e-5, weights=5e-5)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import Difference, RankRun, RunSettings, difference, train_run
-from tests.unit.models.cases import full, listed, slow
 from tests.unit.models.megatron.tiny_trainers import OVERLAP, ZERO_1, assert_within
 
 # Largest seen over all layouts and both versions of Megatron-Core: 6e-8, 5e-7, 5e-7 and 6e-6; a weight moves by 1e-2.

@@ -20,6 +20,7 @@ from nemo_rl_moe.metrics import Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
@@ -29,7 +30,6 @@ from tests.support.tiny_model import (
     tiny_grpo_policy,
     tiny_hf_config,
 )
-from tests.unit.models.cases import full, slow
 from tests.unit.models.megatron.test_chunked_head import LargestLogits
 from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, PACKED, ZERO_1, shard_for
 

@@ -27,6 +27,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
+from tests.support.quick_list import listed
 from tests.support.tiny_model import (
     layout,
     parallel_job,
@@ -35,7 +36,6 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
-from tests.unit.models.cases import listed
 from tests.unit.models.megatron.tiny_trainers import ZERO_1, shard_for
 
 MODEL_CONFIGS = "examples/assets/model_configs"

@@ -18,7 +18,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.rank_results import RankTrainResult
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
+from tests.support.training_run import tiny_trainer
 
 FEW = ((0, 3), (0, 4))
 """Row and place of the trained tokens of a small global batch."""

@@ -19,7 +19,8 @@ from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch,
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import MICROBATCHES, layout, logprobs_by_sequence, shard_of_rank, tiny_batch, tiny_policy
-from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for
 
 LENGTH_SORTED = ((0, 5), (1, 4), (2, 7), (3, 6))
 """Other microbatches, as dynamic batching makes them."""

@@ -19,6 +19,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.megatron.training import observers
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import (
     layout,
     parallel_job,
@@ -28,15 +29,9 @@ from tests.support.tiny_model import (
     tiny_policy,
     with_image_tokens,
 )
-from tests.unit.models.cases import listed
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.test_no_host_sync import Waits
-from tests.unit.models.megatron.tiny_trainers import (
-    EXPERT_BIAS,
-    shard_for,
-    tiny_trainer,
-    with_advantages,
-    with_random_routes,
-)
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, shard_for, with_advantages, with_random_routes
 
 
 class CollectiveLog(TorchDispatchMode):

@@ -19,10 +19,10 @@ from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, tiny_batch, tiny_grpo_policy, tiny_policy
-from tests.support.training_run import NUM_STEPS, RunSettings, shard_of_step, train_run
-from tests.unit.models.cases import full, listed, slow
-from tests.unit.models.megatron.tiny_trainers import PACKED, UNTRACKED, shard_for, tiny_trainer
+from tests.support.training_run import NUM_STEPS, RunSettings, shard_of_step, tiny_trainer, train_run
+from tests.unit.models.megatron.tiny_trainers import PACKED, UNTRACKED, shard_for
 
 # Methods that hand a value to Python; not all of them are operations that the dispatcher sees.
 METHODS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"}

@@ -19,8 +19,8 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
 from tests.unit.algorithms.preference_reference import config_of
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
 
 NUM_PAIRS, NUM_STEPS = 4, 3
 LOSS = PreferenceLoss(config_of(reference_policy_kl_penalty=0.5, sft_loss_weight=0.1, sft_average_log_probs=True))

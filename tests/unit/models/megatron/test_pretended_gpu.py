@@ -13,9 +13,9 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.pretended_gpu import PretendedGpu, Wait, by_owner
+from tests.support.quick_list import slow
 from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy
 from tests.support.training_run import build_trainer, request_of
-from tests.unit.models.cases import slow
 from tests.unit.models.megatron.tiny_trainers import PACKED, policy_gradient_loss, with_advantages, with_random_routes
 
 Waits = dict[Wait, int]

@@ -35,7 +35,8 @@ from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 from nemo_rl_moe.token_writers import ANSWER, TOKEN_WRITERS, WRITERS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_batch, tiny_grpo_policy
-from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for
 
 CPU = torch.device("cpu")
 

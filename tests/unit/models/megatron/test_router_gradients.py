@@ -21,10 +21,9 @@ from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackwar
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.routing.findings.tracker import FindingTracker, Thresholds
 from tests.support.gloo_ranks import run_ranks
-from tests.support.quick_list import some_of
+from tests.support.quick_list import full, slow, some_of
 from tests.support.tiny_model import layout, shard_of_rank, tiny_batch, tiny_grpo_policy
-from tests.support.training_run import observer_of
-from tests.unit.models.cases import full, slow
+from tests.support.training_run import observer_of, tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     EXPERT_BIAS,
     NUM_LAYERS,
@@ -34,7 +33,6 @@ from tests.unit.models.megatron.tiny_trainers import (
     load_counts,
     policy_gradient_loss,
     shard_for,
-    tiny_trainer,
     with_advantages,
     with_random_routes,
 )

@@ -23,9 +23,9 @@ from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import MICROBATCHES, layout, logprobs_by_sequence, tiny_batch, tiny_grpo_policy
-from tests.support.training_run import prompts, request_of
-from tests.unit.models.cases import full, slow
+from tests.support.training_run import prompts, request_of, tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     NUM_EXPERTS,
     NUM_LAYERS,
@@ -34,7 +34,6 @@ from tests.unit.models.megatron.tiny_trainers import (
     random_routes,
     replay_policy,
     shard_for,
-    tiny_trainer,
     with_random_routes,
 )
 

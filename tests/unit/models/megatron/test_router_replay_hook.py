@@ -21,7 +21,7 @@ from nemo_rl_moe.routing.hooks.router_replay import RouterReplayAudit
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.cpu_layers import build, gradients, layout, make_config, megatron_causal_mask, process_groups
 from tests.support.gloo_ranks import run_ranks
-from tests.unit.models.cases import listed
+from tests.support.quick_list import listed
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func

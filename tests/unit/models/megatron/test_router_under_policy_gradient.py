@@ -18,14 +18,14 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, tiny_batch, tiny_grpo_policy, tiny_hf_config
-from tests.unit.models.cases import full, slow
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import (
     ADVANTAGES,
     NUM_LAYERS,
     policy_gradient_loss,
     shard_for,
-    tiny_trainer,
     with_advantages,
 )
 

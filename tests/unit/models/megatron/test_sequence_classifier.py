@@ -21,8 +21,8 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import save_model, token_ids
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
-from tests.unit.models.cases import full
 from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss")

@@ -20,9 +20,10 @@ from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from tests.support.gloo_ranks import run_ranks
 from tests.support.grpo_fakes import trajectory
 from tests.support.grpo_inputs import tokens_of, with_tokens
+from tests.support.quick_list import full
 from tests.support.tiny_model import tiny_grpo_policy
-from tests.unit.models.cases import full
-from tests.unit.models.megatron.tiny_trainers import load_counts, policy_gradient_loss, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import load_counts, policy_gradient_loss
 
 ADVANTAGES = torch.tensor([[1.0, -0.5], [0.25, -1.5]])
 # A balancing loss is one of a microbatch, and so depends on the cut.

@@ -11,8 +11,8 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
-from tests.support.training_run import build_trainer
-from tests.unit.models.megatron.tiny_trainers import shard_for, tiny_trainer
+from tests.support.training_run import build_trainer, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 PER_LAYER = {"moe_per_layer_logging": True}
 LAYERS = range(4)

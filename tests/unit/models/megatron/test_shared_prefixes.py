@@ -17,8 +17,8 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training.prefix_tree import PrefixTree
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_policy
-from tests.support.training_run import Difference, RankRun, build_trainer, difference, weights_of
+from tests.support.tiny_model import layout, logprobs_by_sequence, shard_of_rank, tiny_policy
+from tests.support.training_run import Difference, RankRun, difference, tiny_trainer, weights_of
 
 WITHOUT = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "qwen3_next", "qwen3_5")
 """Families with latent attention or gated delta nets."""
@@ -70,8 +70,7 @@ class Measured:
 
 def train_groups(policy: PolicyConfig, shares: bool, model: dict[str, Any] | str) -> Measured:
     """Run on every rank: return the run of two steps, and the log-probabilities before it."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy, model)
+    with tiny_trainer(policy, model) as trainer:
         place = trainer.coordinates
         batches = [replace(grouped_batch(seed), shares_prefixes=shares) for seed in (1, 2)]
         shards = [shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, GROUPS) for batch in batches]

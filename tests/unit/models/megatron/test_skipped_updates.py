@@ -14,10 +14,10 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, tiny_policy
-from tests.support.training_run import RunSettings, SpoiledLoss, shard_of_step
-from tests.unit.models.cases import full, listed, slow
-from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, ZERO_1, tiny_trainer
+from tests.support.training_run import RunSettings, SpoiledLoss, shard_of_step, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, ZERO_1
 
 BIAS = {**EXPERT_BIAS, "moe_router_bias_update_rate": 0.05}
 

@@ -19,8 +19,7 @@ from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.model.host_memory import host_tensors
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step, tiny_trainer
 
 LIMIT_S = 200.0
 

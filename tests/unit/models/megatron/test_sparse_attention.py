@@ -16,7 +16,7 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import assert_same_tensors, save_model, tensors_in, trainer_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
+from tests.support.training_run import tiny_trainer
 
 MODEL = "glm_moe_dsa"
 

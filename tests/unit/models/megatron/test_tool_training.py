@@ -16,9 +16,9 @@ from tests.support.chat_templates import make_byte_tokenizer, tokenize_example
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import trainer_of
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_policy
 from tests.support.tool_templates import FAMILIES, ToolFormat
-from tests.unit.models.cases import listed
 
 # Two models where a family has dense ones and ones with experts.
 MODELS = {

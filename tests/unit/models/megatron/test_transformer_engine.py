@@ -16,9 +16,9 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_parity import LAYOUTS, ParityJobs
 from tests.support.family_reference import assert_same_experts, assert_same_tensors, logit_difference, write_reference
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings
-from tests.unit.models.cases import listed
 
 # Largest seen: 1.0e-5.
 LOGITS_TOLERANCE = 1e-4

@@ -19,6 +19,7 @@ from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     layout,
     shard_of_rank,
@@ -27,7 +28,8 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
-from tests.unit.models.megatron.tiny_trainers import CHUNKED, OVERLAP, PACKED, ZERO_1, shard_for, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, OVERLAP, PACKED, ZERO_1, shard_for
 
 CRITIC = (Head.VALUE,)
 BOTH = (Head.LOGPROBS, Head.VALUE)
@@ -123,12 +125,10 @@ def test_values_are_the_product_with_the_head_and_they_fit(expected: tuple[Colle
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        full(1, PACKED),
+        *(full(2, changes) for changes in (layout(tp=2), layout(ep=2) | ZERO_1 | OVERLAP)),
+        *(slow(2, changes) for changes in (layout(tp=2) | PACKED | CHUNKED, layout(pp=2))),
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
-        pytest.param(2, layout(tp=2) | PACKED | CHUNKED, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2) | ZERO_1 | OVERLAP, marks=pytest.mark.full),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[Collection[Head], Fitted]) -> None:

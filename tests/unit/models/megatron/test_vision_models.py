@@ -26,6 +26,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_reference import assert_same_tensors, files_beside, tensors_in
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed, slow
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
@@ -44,7 +45,6 @@ from tests.support.vision_models import (
     transformers_inputs,
     write_vision_model,
 )
-from tests.unit.models.cases import listed, slow
 from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, PACKED, shard_for
 
 # The last microbatch has no image.

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer of a tiny model in its job, settings that many layouts are tried with, and batches for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +10,12 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
-from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, per_sequence, per_token
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.rank_results import RankTrainResult
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
-from tests.support.tiny_model import MICROBATCHES, parallel_job, shard_of_rank, tiny_grpo_policy
-from tests.support.training_run import Difference, RankRun, difference, hf_config_of
+from tests.support.tiny_model import MICROBATCHES, shard_of_rank, tiny_grpo_policy
+from tests.support.training_run import Difference, RankRun, difference
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 PACKED = {"sequence_packing__enabled": True}
@@ -28,15 +25,6 @@ OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 WITHOUT_LOSSES = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
 UNTRACKED = {"track_moe_metrics": False, "moe_per_layer_logging": False}
-
-
-@contextmanager
-def tiny_trainer(
-    policy: PolicyConfig, model: Mapping[str, Any] | str = {}, **options: Any
-) -> Iterator[MegatronTrainer]:
-    """Give the trainer of this rank, from random weights, of the tiny model with changes or of a family's."""
-    with parallel_job(policy):
-        yield MegatronTrainer(policy, hf_config_of(model), None, num_steps=10, **options)
 
 
 def shard_for(

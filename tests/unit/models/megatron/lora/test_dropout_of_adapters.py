@@ -12,7 +12,8 @@ from nemo_rl_moe.models.megatron.lora import adapter as adapter_module
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
 from tests.support.tiny_model import layout, tiny_batch, tiny_policy
-from tests.unit.models.megatron.tiny_trainers import shard_for, tiny_trainer
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 
 def masks(policy: Any, without_sequence_parallelism: bool) -> list[bytes]:

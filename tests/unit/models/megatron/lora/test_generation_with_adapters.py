@@ -12,8 +12,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora, set_random
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, tiny_policy
-from tests.support.training_run import Response, RunSettings, generator_of, request_of, shard_of_step
-from tests.unit.models.megatron.tiny_trainers import tiny_trainer
+from tests.support.training_run import Response, RunSettings, generator_of, request_of, shard_of_step, tiny_trainer
 
 ALL = tuple(range(6))
 TOLERANCE = 1e-5

@@ -12,13 +12,8 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora, set_random
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, shard_of_rank, tiny_batch, tiny_policy
-from tests.unit.models.megatron.tiny_trainers import (
-    load_counts,
-    replay_policy,
-    shard_for,
-    tiny_trainer,
-    with_random_routes,
-)
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import load_counts, replay_policy, shard_for, with_random_routes
 
 MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microbatches": None}
 METRICS = {"moe_z_loss_coeff": 0.01, "layer_spec": "auto", "activation_checkpointing": "none", **MEASURED}
