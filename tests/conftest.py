@@ -5,6 +5,7 @@
 import gc
 import importlib.metadata
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,3 +124,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def own_alarm() -> Iterator[None]:
+    """A process has one alarm, which pytest-timeout uses too: taken from it, and given back."""
+    handler = signal.getsignal(signal.SIGALRM)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    yield
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, left, interval)

@@ -4,11 +4,13 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from tests.functional import shared_ray
+from tests.functional.browser import running_browser
 from tests.support.grpo_inputs import cluster_config
 
 # TRL is on the path in `make test-trl` alone.
@@ -74,6 +76,12 @@ def vllm_cluster() -> Iterator[RayCluster]:
         cluster = RayCluster(cluster_config(1, 0, 2))
         yield cluster
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running_browser() as found:
+        yield found
 
 
 @pytest.fixture(scope="session", autouse=True)

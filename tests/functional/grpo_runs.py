@@ -114,19 +114,11 @@ def command(overrides: list[str], exemplar: Path = EXEMPLAR) -> list[str]:
     return [sys.executable, str(script), "--config", str(exemplar), *overrides]
 
 
-def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(overrides: list[str], cwd: Path, exit_code: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Runs what a user types, to its end."""
-    return subprocess.run(
-        command(overrides),
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        cwd=cwd,
-        timeout=540,
-        check=False,
-    )
+    return sft_runs.run_command(command(overrides), cwd, exit_code=exit_code)
 
 
-def run_here(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the same in this process, on the Ray that tests share."""
-    return shared_ray.run_here(["grpo", "--config", str(EXEMPLAR), *overrides], folder)
+def run_here(overrides: list[str], folder: Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the same in this process, on the Ray that tests share; `how` as for `shared_ray.run_here`."""
+    return shared_ray.run_here(["grpo", "--config", str(EXEMPLAR), *overrides], folder, **how)

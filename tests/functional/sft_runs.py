@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import psutil
 
 from nemo_rl_moe import demo_data
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import shared_ray
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +82,19 @@ def sft_command(overrides: list[str]) -> list[str]:
     return [sys.executable, str(REPOSITORY_ROOT / "examples/run_sft.py"), "--config", str(EXEMPLAR), *overrides]
 
 
-def run_here(overrides: list[str], folder: Path, *, merged: bool = False) -> subprocess.CompletedProcess[str]:
-    """Runs the same in this process, on the Ray that tests share."""
-    return shared_ray.run_here(["sft", "--config", str(EXEMPLAR), *overrides], folder, merged=merged)
+def run_here(overrides: list[str], folder: Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the same in this process, on the Ray that tests share; `how` as for `shared_ray.run_here`."""
+    return shared_ray.run_here(["sft", "--config", str(EXEMPLAR), *overrides], folder, **how)
+
+
+def run_command(
+    command: Sequence[str], cwd: Path, *, timeout: float = 540, exit_code: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process of its own, to its end with this exit code or, for None, with any."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=cwd, timeout=timeout, check=False
+    )
+    return shared_ray.ended_with(exit_code, done)
 
 
 def environment() -> dict[str, str]:
@@ -97,6 +110,23 @@ def only_run_folder(folder: Path) -> Path:
     return run_folder
 
 
+def steps_of(run_folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    return [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+
+
+def samples_of(run_folder: Path) -> list[dict[str, Any]]:
+    """The saved samples, as they stand in their file."""
+    lines = (run_folder / SAMPLES_FILE_NAME).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def outcome_of(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """The metrics of the steps of the one run that logged below `folder`, and its samples."""
+    run_folder = only_run_folder(folder)
+    return steps_of(run_folder), samples_of(run_folder)
+
+
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that have not ended; one whose exit code nobody has asked for has."""
     found = []
@@ -105,3 +135,11 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """The command of a process; none where it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

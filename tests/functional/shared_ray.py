@@ -74,12 +74,21 @@ def _reserved_places() -> list[str]:
     return [group_id for group_id, group in groups if group["state"] != "REMOVED"]
 
 
-def called_here(words: Sequence[str], *, merged: bool = False) -> subprocess.CompletedProcess[str]:
+def ended_with(exit_code: int | None, done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Return a process that has ended, with this exit code or with any."""
+    assert exit_code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
+def called_here(
+    words: Sequence[str], *, merged: bool = False, exit_code: int | None = 0
+) -> subprocess.CompletedProcess[str]:
     """Exit code and output of a command, as of a process, that runs in this one.
 
     Args:
         words: What follows the program's name.
         merged: Errors stand among the output, in the order of time.
+        exit_code: What it must end with. None for any.
     """
     output = StringIO()
     errors = output if merged else StringIO()
@@ -90,26 +99,30 @@ def called_here(words: Sequence[str], *, merged: bool = False) -> subprocess.Com
                 code = main(words)
             except SystemExit as error:
                 code = int(error.code or 0)
-    return subprocess.CompletedProcess(list(words), code, output.getvalue(), "" if merged else errors.getvalue())
+    printed = output.getvalue(), "" if merged else errors.getvalue()
+    return ended_with(exit_code, subprocess.CompletedProcess(list(words), code, *printed))
 
 
-def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> subprocess.CompletedProcess[str]:
+def run_here(
+    words: Sequence[str], folder: Path, *, merged: bool = False, exit_code: int | None = 0
+) -> subprocess.CompletedProcess[str]:
     """Run a command that trains.
 
     Args:
         words: What follows the program's name.
         folder: The working folder; made where it is missing.
         merged: Errors stand among the output, in the order of time.
+        exit_code: What it must end with. None for any.
 
     Returns:
         Exit code and output, as of a process.
 
     Raises:
-        AssertionError: NCCL would not have carried what the run's ranks have said to each other.
+        AssertionError: Another exit code, or NCCL would not have carried what the run's ranks have said to each other.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with chdir(folder):
-        done = called_here(words, merged=merged)
+        done = called_here(words, merged=merged, exit_code=None)
     # Where Ray lost the call, the worker has written no stack; its log is gone after the tests.
     for pid in re.findall(r"pid (\d+)\) has written no stack", done.stdout + done.stderr):
         logs = Path(ray._private.worker._global_node.get_logs_dir_path())
@@ -118,4 +131,4 @@ def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> sub
     problems = _server.problems() if _server is not None else []
     # Ranks of a run that has failed were stopped wherever they were.
     assert done.returncode or not problems, "\n".join(problems)
-    return done
+    return ended_with(exit_code, done)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO whose trajectories an agent drives by the `openai` client: training sees what the endpoint has sampled."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, run_kills, sft_runs
 
 pytestmark = pytest.mark.shared_ray
@@ -45,11 +42,8 @@ Outcome = tuple[list[dict[str, float]], list[dict[str, Any]]]
 
 def trained(folder: Path) -> Outcome:
     """Return the metrics of the steps of a run that has ended well, and its samples."""
-    done = grpo_runs.run_here(settings(folder), folder)
-    assert done.returncode == 0, done.stderr
-    run_folder = sft_runs.only_run_folder(folder)
-    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
-    return steps, [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()]
+    grpo_runs.run_here(settings(folder), folder)
+    return sft_runs.outcome_of(folder)
 
 
 @pytest.fixture(scope="module")

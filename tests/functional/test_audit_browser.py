@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of an audit, opened in a real browser."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ import pytest
 from nemo_rl_moe import cli
 from nemo_rl_moe.routing.audit.auditor import audit_step
 from nemo_rl_moe.routing.audit.sources import open_source
-from tests.functional.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ The algorithm stands for what PPO needs of a run: a role that trains, with a val
 """
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.policy.lm_policy import TrainableModel
 from tests.functional import sft_runs, shared_ray
+from tests.functional.named_runs import NamedRuns
 from tests.functional.test_resume import weights_of
 
 CRITIC_FILE = "critic.jsonl"
@@ -117,69 +117,50 @@ PARALLEL = {
 TP2 = {"critic.megatron_cfg.tensor_model_parallel_size": 2, "critic.megatron_cfg.sequence_parallel": True}
 
 
-class Runs:
-    """Runs of one configuration below a folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        data = sft_runs.make_additions(folder / "data", NUM_STEPS * 8, 1)
-        self.config = folder / "critic.yaml"
-        model = sft_runs.make_model_folder(folder / "model")
-        torch.manual_seed(3)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
-        content: dict[str, Any] = {
-            "defaults": str(sft_runs.EXEMPLAR),
-            "algorithm": "tests.functional.test_critic_run:ALGORITHM",
-            "critic": {"model_name": str(model), "logprob_batch_size": 4, "megatron_cfg": PARALLEL},
-            "cluster": {"cpu_workers_per_node": 1, "roles": {"critic": {"cpu_workers_per_node": 1}}},
-        }
-        self.config.write_text(yaml.safe_dump(content))
-        self._settings = sft_runs.settings(
-            folder,
-            data,
-            policy__init="random",
-            policy__train_global_batch_size=8,
-            policy__train_micro_batch_size=4,
-            policy__megatron_cfg__optimizer__lr=3e-3,
-            policy__megatron_cfg__scheduler__lr_warmup_iters=0,
-            policy__megatron_cfg__scheduler__lr_decay_iters=NUM_STEPS,
-            sft__val_at_start=False,
-            sft__val_at_end=False,
-            sft__val_period=0,
-            checkpointing__save_period=SAVED_AT,
-            checkpointing__metric_name=None,
-            checkpointing__keep_top_k=None,
-            data__validation=None,
-            **sft_runs.only_jsonl(),
-        )
-        self._settings = [line for line in self._settings if not line.startswith("data.validation.path")]
-
-    def __call__(self, name: str, num_steps: int = NUM_STEPS, **changes: Any) -> "subprocess.CompletedProcess[str]":
-        place = self.folder / name
-        own = {"logger.log_dir": place / "logs", "checkpointing.checkpoint_dir": place / "checkpoints"}
-        overrides = [f"{key}={value}" for key, value in {**own, "sft.max_num_steps": num_steps, **changes}.items()]
-        done = shared_ray.run_here(["run", "--config", str(self.config), *self._settings, *overrides], place)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def lines(self, name: str) -> list[dict[str, float]]:
-        (run_folder,) = (self.folder / name / "logs").iterdir()
-        return [json.loads(line) for line in (run_folder / CRITIC_FILE).read_text().splitlines()]
-
-    def checkpoints(self, name: str) -> Path:
-        return self.folder / name / "checkpoints"
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> NamedRuns:
     """With one run that was never stopped."""
-    runs = Runs(tmp_path_factory.mktemp("critic"))
+    folder = tmp_path_factory.mktemp("critic")
+    model = sft_runs.make_model_folder(folder / "model")
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    content: dict[str, Any] = {
+        "defaults": str(sft_runs.EXEMPLAR),
+        "algorithm": "tests.functional.test_critic_run:ALGORITHM",
+        "critic": {"model_name": str(model), "logprob_batch_size": 4, "megatron_cfg": PARALLEL},
+        "cluster": {"cpu_workers_per_node": 1, "roles": {"critic": {"cpu_workers_per_node": 1}}},
+    }
+    config = folder / "critic.yaml"
+    config.write_text(yaml.safe_dump(content))
+    settings = sft_runs.settings(
+        folder,
+        sft_runs.make_additions(folder / "data", NUM_STEPS * 8, 1),
+        policy__init="random",
+        policy__train_global_batch_size=8,
+        policy__train_micro_batch_size=4,
+        policy__megatron_cfg__optimizer__lr=3e-3,
+        policy__megatron_cfg__scheduler__lr_warmup_iters=0,
+        policy__megatron_cfg__scheduler__lr_decay_iters=NUM_STEPS,
+        sft__val_at_start=False,
+        sft__val_at_end=False,
+        sft__val_period=0,
+        checkpointing__save_period=SAVED_AT,
+        checkpointing__metric_name=None,
+        checkpointing__keep_top_k=None,
+        data__validation=None,
+        **sft_runs.only_jsonl(),
+    )
+    runs = NamedRuns(folder, ("run", "--config", config), settings, "sft", NUM_STEPS)
     runs("whole")
     return runs
 
 
-def test_it_fits_the_returns(runs: Runs) -> None:
-    lines = runs.lines("whole")
+def lines_of(runs: NamedRuns, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (runs.run_folder(name) / CRITIC_FILE).read_text().splitlines()]
+
+
+def test_it_fits_the_returns(runs: NamedRuns) -> None:
+    lines = lines_of(runs, "whole")
     assert [line["version"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], lines
     for line in lines:
@@ -187,45 +168,41 @@ def test_it_fits_the_returns(runs: Runs) -> None:
 
 
 @pytest.mark.full
-def test_it_goes_on_to_the_last_bit(runs: Runs) -> None:
+def test_it_goes_on_to_the_last_bit(runs: NamedRuns) -> None:
     runs("stopped", SAVED_AT)
-    done = runs("stopped")
-    assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in done.stdout
-    assert runs.lines("stopped") == runs.lines("whole")
+    assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in runs("stopped")
+    assert lines_of(runs, "stopped") == lines_of(runs, "whole")
     for final in ("final", "final_critic"):
         assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
 
 
 @pytest.mark.full
-def test_another_layout_has_the_same_numbers(runs: Runs) -> None:
-    runs("tensor parallel", **TP2, **{"cluster.roles.critic.cpu_workers_per_node": 2})
+def test_another_layout_has_the_same_numbers(runs: NamedRuns) -> None:
+    runs("tensor parallel", changes={**TP2, "cluster.roles.critic.cpu_workers_per_node": 2})
     for name in ("loss", "grad_norm", "value"):
-        found, expected = ([line[name] for line in runs.lines(run)] for run in ("tensor parallel", "whole"))
+        found, expected = ([line[name] for line in lines_of(runs, run)] for run in ("tensor parallel", "whole"))
         np.testing.assert_allclose(found[0], expected[0], rtol=2e-6, err_msg=name)
         # Adam makes steps of rounding where gradients are small: the norm has differed by 3.8e-5 at the last step.
         np.testing.assert_allclose(found, expected, rtol=2e-4, err_msg=name)
 
 
-def test_its_part_of_a_checkpoint_is_verified(runs: Runs) -> None:
+def test_its_part_of_a_checkpoint_is_verified(runs: NamedRuns) -> None:
     checkpoint = runs.checkpoints("whole") / f"step_{NUM_STEPS}"
     done = shared_ray.called_here(["verify", str(checkpoint)])
-    assert done.returncode == 0, done.stderr
     assert f"{checkpoint}/critic/policy: " in done.stdout
     damaged = next((checkpoint / "critic" / "policy").glob("*.distcp"))
     content = damaged.read_bytes()
     try:
         damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        done = shared_ray.called_here(["verify", str(checkpoint)])
+        done = shared_ray.called_here(["verify", str(checkpoint)], exit_code=1)
     finally:
         damaged.write_bytes(content)
-    assert done.returncode == 1
     assert str(damaged) in done.stderr
 
 
-def test_it_is_exported_without_its_head_which_is_reported(runs: Runs, tmp_path: Path) -> None:
+def test_it_is_exported_without_its_head_which_is_reported(runs: NamedRuns, tmp_path: Path) -> None:
     words = ["convert", "--from", "megatron", "--to", "hf"]
     source = runs.checkpoints("whole") / f"step_{NUM_STEPS}" / "critic"
     done = shared_ray.called_here([*words, "--input", str(source), "--output", str(tmp_path / "hf")])
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "value_head.weight left out: the model has no value head" in done.stdout
     assert weights_of(tmp_path / "hf") == weights_of(runs.checkpoints("whole") / "final_critic")

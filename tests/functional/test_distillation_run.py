@@ -4,14 +4,13 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from tests.functional import grpo_runs, sft_runs, shared_ray
+from tests.functional import grpo_runs, sft_runs
+from tests.functional.named_runs import NamedRuns
 from tests.functional.test_resume import weights_of
 from tests.support.golden_runs import make_moe_teacher
 
@@ -35,74 +34,43 @@ EVEN_STEPS = {"policy.megatron_cfg.optimizer.adam_eps": 1e-2}
 PACKED = {"policy.sequence_packing.enabled": True, "policy.sequence_packing.train_mb_tokens": 128}
 
 
-class Runs:
-    """Runs of one configuration below a folder, from random weights, with a teacher of the same shape."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        # An auxiliary loss is one of each microbatch, which layouts divide in different ways.
-        self.settings = grpo_runs.settings(
-            folder,
-            grpo_runs.make_prompts(folder / "data", 12),
-            distillation__topk_logits_k=K,
-            distillation__teachers__teacher__model_name=make_moe_teacher(folder / "teacher", sft_runs.MODEL),
-            distillation__teachers__teacher__logprob_batch_size=4,
-            grpo__num_generations_per_prompt=4,
-            grpo__max_num_epochs=6,
-            policy__generation__max_new_tokens=6,
-            policy__megatron_cfg__moe_aux_loss_coeff=0.0,
-            policy__megatron_cfg__optimizer__lr=3e-3,
-            policy__megatron_cfg__optimizer__min_lr=3e-3,
-            data__validation=None,
-            checkpointing__save_period=SAVED_AT,
-            checkpointing__metric_name=None,
-            checkpointing__keep_top_k=None,
-            cluster__cpu_workers_per_node=1,
-            **sft_runs.only_jsonl(),
-        )
-        self.settings = [line for line in self.settings if not line.startswith("data.validation.path")]
-
-    def start(self, name: str, num_steps: int = NUM_STEPS, changes: Mapping[str, Any] | None = None) -> Any:
-        place = self.folder / name
-        own = {"logger.log_dir": place / "logs", "checkpointing.checkpoint_dir": place / "checkpoints"}
-        values = {**own, "grpo.max_num_steps": num_steps, **(changes or {})}
-        overrides = [*self.settings, *(f"{key}={sft_runs._as_yaml(value)}" for key, value in values.items())]
-        return shared_ray.run_here(["distillation", "--config", str(EXEMPLAR), *overrides], place)
-
-    def __call__(self, name: str, num_steps: int = NUM_STEPS, changes: Mapping[str, Any] | None = None) -> str:
-        done = self.start(name, num_steps, changes)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return str(done.stdout)
-
-    def steps(self, name: str) -> list[Mapping[str, float]]:
-        run_folder = sft_runs.only_run_folder(self.folder / name)
-        return [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
-
-    def checkpoints(self, name: str) -> Path:
-        return self.folder / name / "checkpoints"
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """With one run that was never stopped."""
-    runs = Runs(tmp_path_factory.mktemp("distillation"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> NamedRuns:
+    """From random weights, with a teacher of the same shape; with one run that was never stopped."""
+    folder = tmp_path_factory.mktemp("distillation")
+    settings = grpo_runs.settings(
+        folder,
+        grpo_runs.make_prompts(folder / "data", 12),
+        distillation__topk_logits_k=K,
+        distillation__teachers__teacher__model_name=make_moe_teacher(folder / "teacher", sft_runs.MODEL),
+        distillation__teachers__teacher__logprob_batch_size=4,
+        grpo__num_generations_per_prompt=4,
+        grpo__max_num_epochs=6,
+        policy__generation__max_new_tokens=6,
+        # An auxiliary loss is one of each microbatch, which layouts divide in different ways.
+        policy__megatron_cfg__moe_aux_loss_coeff=0.0,
+        policy__megatron_cfg__optimizer__lr=3e-3,
+        policy__megatron_cfg__optimizer__min_lr=3e-3,
+        data__validation=None,
+        checkpointing__save_period=SAVED_AT,
+        checkpointing__metric_name=None,
+        checkpointing__keep_top_k=None,
+        cluster__cpu_workers_per_node=1,
+        **sft_runs.only_jsonl(),
+    )
+    runs = NamedRuns(folder, ("distillation", "--config", EXEMPLAR), settings, "grpo", NUM_STEPS)
     runs("whole")
     return runs
 
 
 @pytest.fixture(scope="module")
-def expected(runs: Runs) -> list[Mapping[str, float]]:
+def expected(runs: NamedRuns) -> list[Mapping[str, float]]:
     """Steps of one worker, whose updates are as even as its gradients."""
     runs("even", 2, EVEN_STEPS)
     return runs.steps("even")
 
 
-def learned(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what a step has learned, without times."""
-    return {name: value for name, value in metrics.items() if name.startswith("train/")}
-
-
-def test_the_policy_comes_to_its_teacher(runs: Runs) -> None:
+def test_the_policy_comes_to_its_teacher(runs: NamedRuns) -> None:
     steps = runs.steps("whole")
     divergences = [metrics["train/teacher_kl"] for metrics in steps]
     assert len(steps) == NUM_STEPS
@@ -120,19 +88,17 @@ def test_the_policy_comes_to_its_teacher(runs: Runs) -> None:
 
 
 @pytest.mark.full
-def test_it_goes_on_to_the_last_bit(runs: Runs) -> None:
+def test_it_goes_on_to_the_last_bit(runs: NamedRuns) -> None:
     runs("stopped", SAVED_AT)
     assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in runs("stopped")
-    assert [learned(found) for found in runs.steps("stopped")] == [learned(found) for found in runs.steps("whole")]
-    final = "final"
-    assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
+    assert runs.learned("stopped") == runs.learned("whole")
+    assert weights_of(runs.checkpoints("stopped") / "final") == weights_of(runs.checkpoints("whole") / "final")
 
 
 @pytest.mark.full
-def test_another_teacher_is_refused_on_resume(runs: Runs) -> None:
+def test_another_teacher_is_refused_on_resume(runs: NamedRuns) -> None:
     another = make_moe_teacher(runs.folder / "another", sft_runs.MODEL, seed=4)
-    refused = runs.start("whole", NUM_STEPS + 1, {f"{TEACHER}.model_name": another})
-    assert refused.returncode == 2
+    refused = runs.start("whole", NUM_STEPS + 1, {f"{TEACHER}.model_name": another}, exit_code=2)
     assert f"{TEACHER}.model_name: got {another}" in refused.stderr
     assert "the policy would learn from another teacher" in refused.stderr
 
@@ -149,7 +115,7 @@ def test_another_teacher_is_refused_on_resume(runs: Runs) -> None:
     ],
 )
 def test_another_layout_has_the_same_numbers(
-    name: str, changes: Mapping[str, Any], runs: Runs, expected: list[Mapping[str, float]]
+    name: str, changes: Mapping[str, Any], runs: NamedRuns, expected: list[Mapping[str, float]]
 ) -> None:
     runs(name, 2, {**EVEN_STEPS, **changes})
     found = runs.steps(name)
@@ -167,14 +133,14 @@ def test_another_layout_has_the_same_numbers(
         {"distillation.kl_type": "jensen_shannon"},
     ],
 )
-def test_other_divergences_fall_too(changes: Mapping[str, Any], runs: Runs) -> None:
+def test_other_divergences_fall_too(changes: Mapping[str, Any], runs: NamedRuns) -> None:
     name = "-".join(map(str, changes.values()))
     runs(name, NUM_STEPS, changes)
     divergences = [metrics["train/teacher_kl"] for metrics in runs.steps(name)]
     assert divergences[-1] < 0.8 * divergences[0], divergences
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(runs: Runs) -> None:
+def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(runs: NamedRuns) -> None:
     other = runs.folder / "other"
     make_moe_teacher(other, sft_runs.MODEL)
     path = other / "tokenizer.json"
@@ -183,8 +149,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(runs: Runs) ->
     first, second, *_ = vocabulary
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(content))
-    refused = runs.start("refused", 1, {f"{TEACHER}.model_name": other})
-    assert refused.returncode == 2
+    refused = runs.start("refused", 1, {f"{TEACHER}.model_name": other}, exit_code=2)
     (line,) = refused.stderr.splitlines()
     assert line.startswith(f"error: {TEACHER}.model_name: got {other}, which has another vocabulary than ")
     assert line.endswith("; expected a model with the policy's tokenizer")
@@ -192,7 +157,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(runs: Runs) ->
 
 
 @pytest.mark.full
-def test_a_policy_that_begins_as_its_teacher_has_nothing_to_learn_and_the_same_routes(runs: Runs) -> None:
+def test_a_policy_that_begins_as_its_teacher_has_nothing_to_learn_and_the_same_routes(runs: NamedRuns) -> None:
     teacher = runs.folder / "teacher"
     changes = {
         "policy.model_name": teacher,
@@ -213,7 +178,7 @@ def test_a_policy_that_begins_as_its_teacher_has_nothing_to_learn_and_the_same_r
 
 
 @pytest.mark.full
-def test_routes_of_another_teacher_differ_and_one_of_another_shape_is_not_compared(runs: Runs) -> None:
+def test_routes_of_another_teacher_differ_and_one_of_another_shape_is_not_compared(runs: NamedRuns) -> None:
     captured = {
         "policy.megatron_cfg.capture_routing": True,
         "policy.megatron_cfg.routing_measurements.every_n_steps": 2,
@@ -229,7 +194,7 @@ def test_routes_of_another_teacher_differ_and_one_of_another_shape_is_not_compar
 
 
 @pytest.mark.full
-def test_under_replay_policy_and_candidates_are_those_of_the_rollouts_experts(runs: Runs) -> None:
+def test_under_replay_policy_and_candidates_are_those_of_the_rollouts_experts(runs: NamedRuns) -> None:
     replayed = {"policy.megatron_cfg.capture_routing": True, "policy.megatron_cfg.routing_replay": "rollout"}
     runs("replay", 2, replayed)
     for found, expected in zip(runs.steps("replay"), runs.steps("whole")[:2], strict=True):
@@ -238,7 +203,7 @@ def test_under_replay_policy_and_candidates_are_those_of_the_rollouts_experts(ru
         assert found["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
 
 
-def given(runs: Runs, **keys: str) -> dict[str, Any]:
+def given(runs: NamedRuns, **keys: str) -> dict[str, Any]:
     """Settings of a run on responses of the records, with further keys of each."""
     path = runs.folder / "given.jsonl"
     records = [
@@ -261,7 +226,7 @@ def given(runs: Runs, **keys: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_given_responses_are_learned_from_as_the_teacher_sees_them(runs: Runs) -> None:
+def test_given_responses_are_learned_from_as_the_teacher_sees_them(runs: NamedRuns) -> None:
     runs("given", NUM_STEPS, given(runs))
     steps = runs.steps("given")
     assert steps[-1]["train/teacher_kl"] < 0.8 * steps[0]["train/teacher_kl"]
@@ -271,11 +236,11 @@ def test_given_responses_are_learned_from_as_the_teacher_sees_them(runs: Runs) -
         assert not {"train/reward", "train/token_mult_prob_error", "timing/generation/seconds"} & metrics.keys()
     runs("stopped given", 3, given(runs))
     runs("stopped given", NUM_STEPS, given(runs))
-    assert [learned(found) for found in runs.steps("stopped given")] == [learned(found) for found in steps]
+    assert runs.learned("stopped given") == runs.learned("given")
 
 
 @pytest.mark.full
-def test_their_likelihood_is_a_component_of_its_own(runs: Runs) -> None:
+def test_their_likelihood_is_a_component_of_its_own(runs: NamedRuns) -> None:
     """Half of the records name a teacher: their divergence is a mean over their tokens, the likelihood over all."""
     weights = {"distillation.cross_entropy_weight": 2.0, "distillation.teacher_key": "by"}
     runs("likelihood", NUM_STEPS, given(runs, by="teacher") | weights)
@@ -296,15 +261,14 @@ def test_their_likelihood_is_a_component_of_its_own(runs: Runs) -> None:
         ({"distillation.teacher_key": "name"}, "error: no record has the key 'name' (distillation.teacher_key), so"),
     ],
 )
-def test_records_without_what_is_asked_of_them_end_before_ray(changes: Any, line: str, runs: Runs) -> None:
-    refused = runs.start("refused records", 1, given(runs, by="teachr") | changes)
-    assert refused.returncode == 2
+def test_records_without_what_is_asked_of_them_end_before_ray(changes: Any, line: str, runs: NamedRuns) -> None:
+    refused = runs.start("refused records", 1, given(runs, by="teachr") | changes, exit_code=2)
     assert line in refused.stderr
     assert "starting 1 worker" not in refused.stdout
 
 
 @pytest.mark.full
-def test_teachers_by_environment_score_their_own_responses(runs: Runs) -> None:
+def test_teachers_by_environment_score_their_own_responses(runs: NamedRuns) -> None:
     second = make_moe_teacher(runs.folder / "second", sft_runs.MODEL, seed=5)
     changes = {
         "+env.mixture.sums": "{weight: 1.0}",

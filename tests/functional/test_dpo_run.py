@@ -39,8 +39,7 @@ def history_of(folder: Path, data: Path, **changes: Any) -> MetricHistory:
     folder.mkdir()
     # A balancing loss is one of a microbatch: it would differ between the ways to cut a batch.
     overrides = dpo_runs.settings(folder, data, policy__megatron_cfg__moe_aux_loss_coeff=0.0, **changes)
-    done = dpo_runs.run_here(overrides, folder)
-    assert done.returncode == 0, done.stderr
+    dpo_runs.run_here(overrides, folder)
     return read_jsonl(sft_runs.only_run_folder(folder) / "metrics.jsonl")
 
 
@@ -100,8 +99,7 @@ def test_a_resumed_run_measures_its_reference_again_and_goes_on_to_the_last_bit(
     )
 
     def numbers_of_a_run() -> dict[str, Any]:
-        done = dpo_runs.run_here(overrides, tmp_path)
-        assert done.returncode == 0, done.stderr
+        dpo_runs.run_here(overrides, tmp_path)
         history = read_jsonl(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
         return {key: values for key, values in history.items() if not key.startswith("timing/")}
 

@@ -118,8 +118,7 @@ class Runs:
             name if name.startswith(sections) else f"policy__megatron_cfg__{name}": value
             for name, value in chosen.items()
         }
-        done = sft_runs.run_here(sft_runs.settings(folder, self._data, self._models[model], **keys), self._folder)
-        assert done.returncode == 0, done.stdout + done.stderr
+        sft_runs.run_here(sft_runs.settings(folder, self._data, self._models[model], **keys), self._folder)
         return read_run(sft_runs.only_run_folder(folder))
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from examples.make_quiz_data import main as make_quiz_data
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.functional import grpo_runs, run_kills, sft_runs, shared_ray
@@ -48,13 +47,8 @@ START_LIMIT_S, END_LIMIT_S = 400.0, 200.0
 def trained(name: str, folder: Path, overrides: Sequence[str]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Return the metrics of the steps of a run of a shipped configuration, and its samples."""
     exemplar = grpo_runs.EXEMPLAR.with_name(name)
-    done = shared_ray.run_here(["grpo", "--config", str(exemplar), *overrides], folder)
-    assert done.returncode == 0, done.stderr
-    run_folder = sft_runs.only_run_folder(folder)
-    steps = [
-        record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if "train/loss" in record.metrics
-    ]
-    return steps, [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()]
+    shared_ray.run_here(["grpo", "--config", str(exemplar), *overrides], folder)
+    return sft_runs.outcome_of(folder)
 
 
 def outcomes(samples: Sequence[Mapping[str, Any]]) -> Counter[str]:
@@ -83,8 +77,7 @@ def test_an_environment_of_verifiers_trains(tmp_path: Path, monkeypatch: pytest.
         "grpo__val_num_generations": 1,
     }
     overrides = grpo_runs.settings(tmp_path, tmp_path, **changes, **sft_runs.only_jsonl())
-    done = grpo_runs.run_here(overrides, tmp_path)
-    assert done.returncode == 0, done.stderr
+    grpo_runs.run_here(overrides, tmp_path)
     run_folder = sft_runs.only_run_folder(tmp_path)
     records = list(read_metrics(run_folder / METRICS_FILE_NAME))
     steps = [record.metrics for record in records if "train/loss" in record.metrics]
@@ -120,10 +113,9 @@ def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
         "grpo__max_num_steps": 1,
         "data__validation": None,
     }
-    done = grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **changes, **sft_runs.only_jsonl()), tmp_path)
-    assert done.returncode == 0, done.stderr
+    grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **changes, **sft_runs.only_jsonl()), tmp_path)
     run_folder = sft_runs.only_run_folder(tmp_path)
-    samples = [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()]
+    samples = sft_runs.samples_of(run_folder)
     called = [sample for sample in samples if sample.get("num_turns") == 2]
     assert called
     assert all("<tool_response>chat x 3</tool_response>" in sample["response"] for sample in called)
@@ -220,6 +212,5 @@ def test_a_shipped_configuration_without_its_library_says_what_to_install(
     values["logger.log_dir"] = tmp_path / "logs"
     values["data.train.path"] = None if name.startswith("verifiers") else data / "grpo.jsonl"
     overrides = sft_runs.as_overrides(values, {})
-    done = shared_ray.run_here(["grpo", "--config", f"grpo_tiny_moe_{name}.yaml", *overrides], tmp_path)
-    assert done.returncode == 2
+    done = shared_ray.run_here(["grpo", "--config", f"grpo_tiny_moe_{name}.yaml", *overrides], tmp_path, exit_code=2)
     assert f"pip install 'nemo-rl-moe[{extra}]'" in done.stderr

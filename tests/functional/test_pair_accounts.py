@@ -5,6 +5,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +206,6 @@ SYNCHRONOUS: dict[Callable[[Made], None], str] = {
 }
 
 
-@pytest.mark.parametrize("spoil", SYNCHRONOUS, ids=lambda spoil: spoil.__name__)
-def test_it_finds(spoil: Callable[[Made], None], tmp_path: Path) -> None:
-    made = Made(tmp_path)
-    spoil(made)
-    found = made.faults()
-    assert found
-    assert found[0].startswith(SYNCHRONOUS[spoil]), found
-
-
 def lose_a_prompt(made: Made) -> None:
     made.queues[1]["open"] = []
 
@@ -253,10 +245,14 @@ ASYNCHRONOUS: dict[Callable[[Made], None], str] = {
 }
 
 
-@pytest.mark.parametrize("spoil", ASYNCHRONOUS, ids=lambda spoil: spoil.__name__)
-def test_it_finds_of_rollouts_that_run_ahead(spoil: Callable[[Made], None], tmp_path: Path) -> None:
-    made = Made(tmp_path, is_asynchronous=True)
+@pytest.mark.parametrize(
+    ("is_asynchronous", "spoil"),
+    [*product([False], SYNCHRONOUS), *product([True], ASYNCHRONOUS)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_it_finds(is_asynchronous: bool, spoil: Callable[[Made], None], tmp_path: Path) -> None:
+    made = Made(tmp_path, is_asynchronous=is_asynchronous)
     spoil(made)
     found = made.faults()
     assert found
-    assert found[0].startswith(ASYNCHRONOUS[spoil]), found
+    assert found[0].startswith((ASYNCHRONOUS if is_asynchronous else SYNCHRONOUS)[spoil]), found

@@ -4,15 +4,14 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from tests.functional import grpo_runs, sft_runs, shared_ray
+from tests.functional import grpo_runs, sft_runs
+from tests.functional.named_runs import NamedRuns
 from tests.functional.test_resume import weights_of
 
 pytestmark = pytest.mark.shared_ray
@@ -26,76 +25,48 @@ EVEN_STEPS = {"policy.megatron_cfg.optimizer.adam_eps": 1e-2}
 PACKED = {"policy.sequence_packing.enabled": True, "policy.sequence_packing.train_mb_tokens": 128}
 
 
-class Runs:
-    """Runs of one configuration below a folder: two turns a trajectory, the first of them rewarded by its digits."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        # An auxiliary loss is one of each microbatch, which layouts divide in different ways.
-        critic = sft_runs.make_model_folder(folder / "critic", router_aux_loss_coef=0.0)
-        torch.manual_seed(3)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(critic)).save_pretrained(critic)
-        self._settings = grpo_runs.settings(
-            folder,
-            grpo_runs.make_prompts(folder / "data", 12),
-            value__model_name=critic,
-            value__logprob_batch_size=4,
-            value__lr=3e-3,
-            value_loss_fn__cliprange=0.5,
-            ppo__policy_training_start_step=CRITIC_ALONE,
-            ppo__gae_lambda_value=1.0,
-            env__driver__kind="function",
-            env__driver__function="tests.functional.test_turn_credit_run:rewarded",
-            policy__generation__max_new_tokens=6,
-            policy__megatron_cfg__moe_aux_loss_coeff=0.0,
-            grpo__max_num_epochs=4,
-            data__validation=None,
-            checkpointing__save_period=SAVED_AT,
-            checkpointing__metric_name=None,
-            checkpointing__keep_top_k=None,
-            cluster__cpu_workers_per_node=1,
-            **sft_runs.only_jsonl(),
-        )
-        self._settings = [line for line in self._settings if not line.startswith("data.validation.path")]
-
-    def __call__(self, name: str, num_steps: int = NUM_STEPS, changes: Mapping[str, Any] | None = None) -> str:
-        place = self.folder / name
-        own = {"logger.log_dir": place / "logs", "checkpointing.checkpoint_dir": place / "checkpoints"}
-        values = {**own, "grpo.max_num_steps": num_steps, **(changes or {})}
-        overrides = [*self._settings, *(f"{key}={value}" for key, value in values.items())]
-        done = shared_ray.run_here(["ppo", "--config", str(EXEMPLAR), *overrides], place)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def steps(self, name: str) -> list[Mapping[str, float]]:
-        run_folder = sft_runs.only_run_folder(self.folder / name)
-        return [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
-
-    def checkpoints(self, name: str) -> Path:
-        return self.folder / name / "checkpoints"
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """With one run that was never stopped."""
-    runs = Runs(tmp_path_factory.mktemp("ppo"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> NamedRuns:
+    """Two turns a trajectory, the first of them rewarded by its digits; with one run that was never stopped."""
+    folder = tmp_path_factory.mktemp("ppo")
+    # An auxiliary loss is one of each microbatch, which layouts divide in different ways.
+    critic = sft_runs.make_model_folder(folder / "critic", router_aux_loss_coef=0.0)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(critic)).save_pretrained(critic)
+    settings = grpo_runs.settings(
+        folder,
+        grpo_runs.make_prompts(folder / "data", 12),
+        value__model_name=critic,
+        value__logprob_batch_size=4,
+        value__lr=3e-3,
+        value_loss_fn__cliprange=0.5,
+        ppo__policy_training_start_step=CRITIC_ALONE,
+        ppo__gae_lambda_value=1.0,
+        env__driver__kind="function",
+        env__driver__function="tests.functional.test_turn_credit_run:rewarded",
+        policy__generation__max_new_tokens=6,
+        policy__megatron_cfg__moe_aux_loss_coeff=0.0,
+        grpo__max_num_epochs=4,
+        data__validation=None,
+        checkpointing__save_period=SAVED_AT,
+        checkpointing__metric_name=None,
+        checkpointing__keep_top_k=None,
+        cluster__cpu_workers_per_node=1,
+        **sft_runs.only_jsonl(),
+    )
+    runs = NamedRuns(folder, ("ppo", "--config", EXEMPLAR), settings, "grpo", NUM_STEPS)
     runs("whole")
     return runs
 
 
 @pytest.fixture(scope="module")
-def expected(runs: Runs) -> list[Mapping[str, float]]:
+def expected(runs: NamedRuns) -> list[Mapping[str, float]]:
     """Steps of one worker, whose updates are as even as its gradients."""
     runs("even", 2, EVEN_STEPS)
     return runs.steps("even")
 
 
-def learned(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what a step has learned, without times."""
-    return {name: value for name, value in metrics.items() if name.startswith("train/")}
-
-
-def test_the_critic_learns_and_the_policy_after_it(runs: Runs) -> None:
+def test_the_critic_learns_and_the_policy_after_it(runs: NamedRuns) -> None:
     steps = runs.steps("whole")
     assert len(steps) == NUM_STEPS
     for number, metrics in enumerate(steps, start=1):
@@ -111,7 +82,7 @@ def test_the_critic_learns_and_the_policy_after_it(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_the_policy_replays_the_sampling_mask_and_the_critic_has_no_part_in_it(runs: Runs) -> None:
+def test_the_policy_replays_the_sampling_mask_and_the_critic_has_no_part_in_it(runs: NamedRuns) -> None:
     cut = {"policy.generation.top_p": 0.8, "policy.generation.top_k": 64, "loss_fn.sampling_mask": "replay"}
     runs("cut", CRITIC_ALONE + 1, cut)
     steps = runs.steps("cut")
@@ -121,10 +92,10 @@ def test_the_policy_replays_the_sampling_mask_and_the_critic_has_no_part_in_it(r
 
 
 @pytest.mark.full
-def test_both_models_go_on_to_the_last_bit(runs: Runs) -> None:
+def test_both_models_go_on_to_the_last_bit(runs: NamedRuns) -> None:
     runs("stopped", SAVED_AT)
     assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in runs("stopped")
-    assert [learned(found) for found in runs.steps("stopped")] == [learned(found) for found in runs.steps("whole")]
+    assert runs.learned("stopped") == runs.learned("whole")
     for final in ("final", "final_critic"):
         assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
 
@@ -139,7 +110,7 @@ def test_both_models_go_on_to_the_last_bit(runs: Runs) -> None:
     ],
 )
 def test_another_layout_of_the_critic_has_the_same_numbers(
-    name: str, changes: Mapping[str, Any], runs: Runs, expected: list[Mapping[str, float]]
+    name: str, changes: Mapping[str, Any], runs: NamedRuns, expected: list[Mapping[str, float]]
 ) -> None:
     runs(name, 2, {**EVEN_STEPS, **changes})
     for found, alone in zip(runs.steps(name), expected, strict=True):

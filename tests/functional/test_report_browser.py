@@ -4,8 +4,6 @@
 
 import json
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.runs.folder.routing import read_routing
 from tests.functional import sft_runs
-from tests.functional.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page
 from tests.support.loggers import read_jsonl
 from tests.support.made_runs import make_run, routing_report
 
@@ -40,12 +38,6 @@ ROUTING_METRICS = {
 }
 OVERLOAD = '[data-chart="Overload of the busiest rank"]'
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><b>%{x}</b>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +62,7 @@ def runs(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
             **sft_runs.only_jsonl(),
         )
         (folder / name).mkdir()
-        subprocess.run(
-            sft_runs.sft_command(overrides), env=sft_runs.environment(), cwd=folder, check=True, capture_output=True
-        )
+        sft_runs.run_command(sft_runs.sft_command(overrides), folder)
         found[name] = sft_runs.only_run_folder(folder / name)
     return found
 

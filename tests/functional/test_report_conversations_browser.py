@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports with conversations, opened in a real browser: what is shown is what was said, and none of it runs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from tests.functional.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page
 from tests.support.grpo_fakes import trajectory
 from tests.support.made_runs import make_run
 
@@ -30,12 +29,6 @@ TURNS = (
     ConversationTurn("assistant", "Two.", 0, (30, 34), is_sampled=True),
 )
 TIMES = RolloutTimes(4.0, ((0.0, 1.0), (2.0, 3.0)), ((1.0, 1.5),))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running_browser() as found:
-        yield found
 
 
 def open_run(browser: Any, folder: Path, *turns: tuple[ConversationTurn, ...], **changes: Any) -> OpenPage:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of runs with images, opened in a real browser: what is drawn is what the run's files hold."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from nemo_rl_moe import cli
 from nemo_rl_moe.routing.metrics.modalities import modality_separation, specialization
 from nemo_rl_moe.runs.folder.thumbnails import thumbnail_of
-from tests.functional.browser import OpenPage, open_page, running_browser
+from tests.functional.browser import OpenPage, open_page
 from tests.support.made_runs import TOPK, make_run, random_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -25,12 +24,6 @@ METRICS = {
     **{f"train/moe/{kind}/max_violation_mean": value for kind, value in (("image", 0.5), ("text", 0.25))},
 }
 NAMES = [f"{number:016x}" for number in range(3)]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running_browser() as found:
-        yield found
 
 
 def sample(prompt: int, text: str, names: list[str]) -> dict[str, Any]:

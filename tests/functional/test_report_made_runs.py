@@ -2,26 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of runs that no test could wait for, or that are broken, opened in a real browser."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl_moe import cli
-from tests.functional.browser import open_page, running_browser
+from tests.functional.browser import open_page
 from tests.support.made_runs import make_run, random_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 BUILT_IN = ("constructor", "toString", "__proto__", "hasOwnProperty")
 """What every object of JavaScript has."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with running_browser() as found:
-        yield found
 
 
 def test_many_runs_of_many_layers_are_drawn(browser: Any, tmp_path: Path) -> None:

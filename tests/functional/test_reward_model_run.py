@@ -14,7 +14,6 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs, shared_ray
 
 pytestmark = pytest.mark.shared_ray
@@ -69,24 +68,22 @@ class Runs:
         )
 
     def start(
-        self, name: str, changes: Mapping[str, Any], words: tuple[str, ...] = ("grpo",), config: Path = EXEMPLAR
+        self, name: str, changes: dict[str, Any], command: str = "grpo", config: Path = EXEMPLAR, exit_code: int = 0
     ) -> Any:
         place = self.folder / name
-        values = {"logger.log_dir": place / "logs", **changes}
-        overrides = [*self.settings, *(f"{key}={sft_runs._as_yaml(value)}" for key, value in values.items())]
-        return shared_ray.run_here([*words, "--config", str(config), *overrides], place)
+        overrides = sft_runs.as_overrides({"logger.log_dir": place / "logs", **changes}, {})
+        words = [command, "--config", str(config), *self.settings, *overrides]
+        return shared_ray.run_here(words, place, exit_code=exit_code)
 
-    def __call__(self, name: str, changes: Mapping[str, Any], **how: Any) -> Path:
-        done = self.start(name, changes, **how)
-        assert done.returncode == 0, done.stdout + done.stderr
+    def __call__(self, name: str, changes: dict[str, Any], **how: Any) -> Path:
+        self.start(name, changes, **how)
         return sft_runs.only_run_folder(self.folder / name)
 
     def check_scores(self, run_folder: Path) -> list[dict[str, Any]]:
         """Compare the scores of samples with transformers'; return the samples."""
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         reference = AutoModelForSequenceClassification.from_pretrained(self.model, dtype=torch.float32).eval()
-        lines = (run_folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-        samples: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        samples = sft_runs.samples_of(run_folder)
         found: list[float] = []
         expected: list[float] = []
         for sample in samples:
@@ -126,7 +123,7 @@ def test_scores_of_a_run_are_those_of_transformers(name: str, changes: Mapping[s
         own = sample["reward"] - 0.1 * sample["rewards"]["reward_model"]
         assert own == pytest.approx(0 if "env.reward.kind" in changes else float(sample["is_correct"]), abs=1e-9)
     assert {sample["split"] for sample in samples} == {"train", "val"}
-    (metrics,) = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    (metrics,) = sft_runs.steps_of(run_folder)
     trained = [sample["rewards"]["reward_model"] for sample in samples if sample["split"] == "train"]
     assert metrics["train/rewards/reward_model/mean"] == pytest.approx(np.mean(trained))
     assert metrics["timing/reward_model/seconds"] > 0
@@ -140,9 +137,9 @@ def test_ppo_has_it_too(runs: Runs) -> None:
     content = {"defaults": "ppo_tiny_moe.yaml", "reward_model": own["reward_model"], "cluster": cluster}
     config.write_text(yaml.safe_dump(content))
     changes = {"value.model_name": runs.model, "value.logprob_batch_size": 4, "ppo.gae_lambda": 1.0}
-    run_folder = runs("ppo", changes, words=("ppo",), config=config)
+    run_folder = runs("ppo", changes, command="ppo", config=config)
     samples = runs.check_scores(run_folder)
-    (metrics,) = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    (metrics,) = sft_runs.steps_of(run_folder)
     # Without discount the return of a token is its response's whole reward, whatever the values are.
     rewards = [sample["reward"] for sample in samples if sample["split"] == "train"]
     assert metrics["train/critic/returns/max"] == pytest.approx(max(rewards), abs=1e-5)
@@ -151,9 +148,7 @@ def test_ppo_has_it_too(runs: Runs) -> None:
 @pytest.mark.full
 def test_an_evaluation_has_the_same_rewards(runs: Runs) -> None:
     changes = {"policy.model_name": make_policy(runs.folder / "policy"), "policy.init": "pretrained"}
-    done = runs.start("evaluated", changes, ("evaluate",))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (output,) = (runs.folder / "evaluated" / "logs").iterdir()
+    output = runs("evaluated", changes, command="evaluate")
     samples = runs.check_scores(output)
     results = json.loads((output / "results.json").read_text())
     assert results["reward"]["mean"] == pytest.approx(np.mean([sample["reward"] for sample in samples]))
@@ -173,8 +168,7 @@ def test_what_cannot_be_a_reward_model_is_refused_in_one_line_before_ray(runs: R
         (make_classifier(runs.folder / "three", 3), f"with 3 labels, {expected}"),
         (runs.folder / "other", "which has another vocabulary than"),
     ):
-        refused = runs.start(f"refused {Path(model).name}", {key: model})
-        assert refused.returncode == 2
+        refused = runs.start(f"refused {Path(model).name}", {key: model}, exit_code=2)
         (said,) = refused.stderr.splitlines()
         assert said.startswith(f"error: {key}: got {model}, ")
         assert line in said

@@ -115,7 +115,6 @@ def test_the_run_ends_and_nothing_is_left(tmp_path: Path) -> None:
     )
     with mock.patch.dict(os.environ, {NOTES: str(notes)}):
         done = grpo_runs.run(overrides, tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     reported = f"warning: env.reward.function: {__name__}:abusive failed to score a response, which is not trained on"
     assert reported in done.stdout
     for text in (done.stdout, done.stderr):

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of GRPO whose rewards teach nothing: they say so at once, or stop."""
 
-import json
 import re
 import subprocess
 from collections.abc import Sequence
@@ -45,19 +44,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return grpo_runs.make_prompts(tmp_path_factory.mktemp("data"), 40)
 
 
-def run_with(reward: str, folder: Path, data: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
+def run_with(
+    reward: str, folder: Path, data: Path, exit_code: int = 0, **changes: Any
+) -> subprocess.CompletedProcess[str]:
     """A run whose reward function is one of the above."""
     scored_by = {
         "env__reward__kind": "callable",
         "env__reward__function": f"{__name__}:{reward}",
         "env__score_truncated": True,
     }
-    return grpo_runs.run_here(grpo_runs.settings(folder, data, **sft_runs.only_jsonl(), **scored_by, **changes), folder)
+    settings = grpo_runs.settings(folder, data, **sft_runs.only_jsonl(), **scored_by, **changes)
+    return grpo_runs.run_here(settings, folder, exit_code=exit_code)
 
 
 def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: Path, data: Path) -> None:
-    done = run_with("misspelt", tmp_path, data, data__validation=None)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = run_with("misspelt", tmp_path, data, exit_code=1, data__validation=None)
     assert (
         f"error: env.reward.function: {__name__}:misspelt scored no response of a step or validation: 16 of 16"
         " failed, the first with KeyError: 'anwser' (test_rewards_that_fail.py:"
@@ -80,9 +81,8 @@ def test_failures_are_left_out_and_reported_at_the_start_while_it_runs_and_at_th
     steps = {"grpo__max_num_steps": 2, "data__validation": None, "logger__num_samples_to_save": None}
     named = {"env__reward_weights": {"cost": 1.0, "form": 0.5}, "logger__alerts__idle_steps": 2}
     done = run_with("negative_or_fails", tmp_path, data, **steps, **named)
-    assert done.returncode == 0, done.stdout + done.stderr
     folder = sft_runs.only_run_folder(tmp_path)
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = sft_runs.samples_of(folder)
     failed = [sample for sample in samples if sample["fault"]]
     assert 0 < len(failed) < len(samples) == 32
     (fault,) = {sample["fault"] for sample in failed}
@@ -131,7 +131,6 @@ def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights
         "policy__megatron_cfg__scheduler__lr_warmup_iters": 10,
     }
     done = run_with("misspelt", tmp_path, data, **changes)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" scored no response of a step or validation: 16 of 16 failed") == 1
     assert "a step without a scored response changes no weights" in done.stdout
     run = read_run(sft_runs.only_run_folder(tmp_path))
@@ -148,7 +147,6 @@ def test_some_failures_are_reported_at_once_and_counted(tmp_path: Path, data: Pa
     # data.validation=null and a run that ends in its warm-up: each is one override.
     changes = {"policy__megatron_cfg__scheduler__lr_warmup_iters": 20, "grpo__max_num_steps": 2}
     done = run_with("fails_at_times", tmp_path, data, data__validation=None, **changes)
-    assert done.returncode == 0, done.stdout + done.stderr
     reported = [line for line in done.stdout.splitlines() if "failed to score" in line]
     assert len(reported) == 1
     assert reported[0].startswith(
@@ -168,7 +166,6 @@ def test_rewards_without_a_spread_are_a_finding(tmp_path: Path, data: Path) -> N
     # Validation on the training prompts, too.
     same_prompts = {"data__validation__path": data / "grpo.jsonl"}
     done = run_with("always_the_same", tmp_path, data, logger__alerts__idle_steps=2, **same_prompts)
-    assert done.returncode == 0, done.stdout + done.stderr
     text = "every advantage has been 0 since step 1: rewards that are compared are equal (all 0.5), and teach nothing"
     assert f"warning: step 2: {text}" in done.stdout
     assert "validating with the training prompts" in done.stdout

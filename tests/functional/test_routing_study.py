@@ -10,15 +10,10 @@ import pytest
 
 from examples.routing_study.grid import Condition, Run
 from examples.studies.results import read_result
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.functional import sft_runs
+from tests.support.vllm_engines import vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = [*vllm_tests(900), pytest.mark.slow]
 
 TINY = (
     "policy.init=random",
@@ -30,24 +25,16 @@ TINY = (
 )
 
 
-def study(*words: str) -> subprocess.CompletedProcess[str]:
+def study(*words: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command that a user types, in the repository's root."""
-    return subprocess.run(
-        [sys.executable, "-m", "examples.routing_study", *words],
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        cwd=sft_runs.REPOSITORY_ROOT,
-        timeout=600,
-        check=False,
-    )
+    command = [sys.executable, "-m", "examples.routing_study", *words]
+    return sft_runs.run_command(command, sft_runs.REPOSITORY_ROOT, exit_code=exit_code)
 
 
 def test_runs_are_made_once_and_compared(tmp_path: Path) -> None:
     output = ("--output", str(tmp_path))
     command = ("run", *output, "--cells", "none,r3", "--updates", "2", "--dtypes", "bfloat16", "--seeds", "1")
-    first = study(*command, "--model", str(sft_runs.MODEL), *TINY)
-    assert first.returncode == 0, first.stdout + first.stderr
+    study(*command, "--model", str(sft_runs.MODEL), *TINY)
     results = {
         method: read_result(tmp_path / "runs" / Run(Condition("small", "bfloat16", 2), method, 0).name)
         for method in ("none", "r3")
@@ -59,16 +46,10 @@ def test_runs_are_made_once_and_compared(tmp_path: Path) -> None:
     assert 0 < measures["r3"]["mismatch, median step"] < measures["none"]["mismatch, median step"]
 
     again = study(*command, "--model", str(sft_runs.MODEL), *TINY)
-    assert (again.returncode, again.stdout) == (
-        0,
-        "2 runs, 2 of them done; the others take about 0.0 h, as long as those that are done\n",
-    )
+    assert again.stdout == "2 runs, 2 of them done; the others take about 0.0 h, as long as those that are done\n"
     more = study(*command, "--seeds", "2", "--jobs", "2", "--model", str(sft_runs.MODEL), *TINY)
-    assert more.returncode == 0, more.stdout + more.stderr
     assert "4 runs, 2 of them done" in more.stdout
-    others = study(*command, "--seeds", "3", "--model", str(sft_runs.MODEL), *TINY[:-1])
-    assert others.returncode == 2
+    others = study(*command, "--seeds", "3", "--model", str(sft_runs.MODEL), *TINY[:-1], exit_code=2)
     assert "its runs have the overrides" in others.stderr
     shown = study("tables", *output)
-    assert shown.returncode == 0, shown.stderr
     assert "have the same held-out accuracy in 2 of 2 pairs" in shown.stdout

@@ -27,21 +27,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.shared_ray, pytest.mark.timeout(900)
 OF_RUN_ALONE = ("clip_fraction", "_in_force", "_engine", "_layer_")
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two measured steps of three, of one update each."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "work").mkdir()
+def measured_run(folder: Path, num_steps: int, every: int, share_of_tokens: float, **changes: Any) -> Path:
+    measurements = {"every_n_steps": every, "share_of_tokens": share_of_tokens, "save_capture": True}
     settings = grpo_runs.settings(
         folder,
         grpo_runs.make_prompts(folder / "data", 40),
-        policy__megatron_cfg__routing_measurements={"every_n_steps": 1, "share_of_tokens": 1.0, "save_capture": True},
-        grpo__max_num_steps=2,
+        policy__megatron_cfg__routing_measurements=measurements,
+        grpo__max_num_steps=num_steps,
+        **changes,
         **sft_runs.only_jsonl(),
     )
-    done = grpo_runs.run_here(settings, folder / "work")
-    assert done.returncode == 0, done.stdout + done.stderr
+    grpo_runs.run_here(settings, folder / "work")
     return sft_runs.only_run_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two measured steps of three, of one update each."""
+    return measured_run(tmp_path_factory.mktemp("run"), 2, 1, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -126,24 +129,7 @@ def group_of_frozen(cluster: RayCluster, make_worker: partial[Any], **settings: 
 
 
 def biased_run(folder: Path, num_steps: int, every: int, **changes: Any) -> Path:
-    (folder / "work").mkdir()
-    settings = grpo_runs.settings(
-        folder,
-        grpo_runs.make_prompts(folder / "data", 40),
-        policy__megatron_cfg__routing_measurements={
-            "every_n_steps": every,
-            "share_of_tokens": 0.5,
-            "save_capture": True,
-        },
-        grpo__max_num_steps=num_steps,
-        grpo__val_period=0,
-        **WITH_BIAS,
-        **changes,
-        **sft_runs.only_jsonl(),
-    )
-    done = grpo_runs.run_here(settings, folder / "work")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return sft_runs.only_run_folder(folder)
+    return measured_run(folder, num_steps, every, 0.5, grpo__val_period=0, **WITH_BIAS, **changes)
 
 
 def findings_of(run_folder: Path) -> list[str]:

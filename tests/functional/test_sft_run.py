@@ -4,7 +4,6 @@
 
 import json
 import re
-import subprocess
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -87,14 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     )
     # Started where the user may not want files: whatever is not asked for would show up here.
     (folder / "work").mkdir()
-    done = subprocess.run(
-        sft_runs.sft_command(overrides),
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        cwd=folder / "work",
-        timeout=540,
-    )
+    done = sft_runs.run_command(sft_runs.sft_command(overrides), folder / "work", exit_code=None)
     return FinishedRun(folder, overrides, done.stdout, done.stderr, done.returncode)
 
 

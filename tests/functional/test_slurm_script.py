@@ -95,12 +95,5 @@ def test_a_job_on_two_machines_saves_when_its_time_is_up(tmp_path: Path) -> None
         job.kill()
     assert "the run ended with exit code 0" in log.read_text()
     assert "(SIGTERM); saved to" in log.read_text()
-    assert not [process for process in psutil.process_iter() if any(f":{port}" in word for word in words_of(process))]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    """The command of a process; none where it has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    commands = map(sft_runs.words_of, psutil.process_iter())
+    assert not [words for words in commands if any(f":{port}" in word for word in words)]

@@ -3,7 +3,6 @@
 """Runs of GRPO on tasksets of verifiers.v1, whose chat program runs without a network."""
 
 import importlib.metadata
-import json
 import math
 import signal
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, run_kills, sft_runs, shared_ray
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.full]
@@ -54,23 +51,14 @@ def settings(folder: Path, taskset: dict[str, Any], **changes: Any) -> list[str]
     return grpo_runs.settings(folder, folder, **values, **sft_runs.only_jsonl())
 
 
-def outcome(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """Return the metrics of a run's steps, and its samples."""
-    run_folder = sft_runs.only_run_folder(folder)
-    records = read_metrics(run_folder / METRICS_FILE_NAME)
-    steps = [record.metrics for record in records if "train/loss" in record.metrics]
-    return steps, [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("taskset", "num_turns"), [({}, 1), ({"asks_again": True}, 2)])
 def test_a_taskset_trains(
     taskset: dict[str, Any], num_turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require("0.4")
     monkeypatch.syspath_prepend(str(MODULES))
-    done = grpo_runs.run_here(settings(tmp_path, taskset), tmp_path)
-    assert done.returncode == 0, done.stderr
-    steps, samples = outcome(tmp_path)
+    grpo_runs.run_here(settings(tmp_path, taskset), tmp_path)
+    steps, samples = sft_runs.outcome_of(tmp_path)
     assert len(steps) == 2
     for metrics in steps:
         assert math.isfinite(metrics["train/loss"])
@@ -104,10 +92,10 @@ def test_failing_episodes_are_counted_and_the_run_goes_on(tmp_path: Path, monkey
     sleeping: set[psutil.Process] = set()
     with run_kills.running(grpo_runs.command(overrides), tmp_path / "work") as run:
         while run.process.poll() is None:
-            sleeping |= {each for each in run.family() if "sleep" in _words(each)}
+            sleeping |= {each for each in run.family() if "sleep" in sft_runs.words_of(each)}
         assert run.wait_for_end(START_LIMIT_S) == 0, run.errors
         run.wait_until_nothing_runs(END_LIMIT_S)
-    [metrics] = outcome(tmp_path)[0]
+    [metrics] = sft_runs.outcome_of(tmp_path)[0]
     assert metrics["train/env/num_timeouts"] == 2, "the responses to one of six prompts"
     assert sleeping
     assert not sft_runs.running(list(sleeping))
@@ -119,20 +107,13 @@ def test_nothing_is_left_of_episodes_whose_run_is_interrupted(tmp_path: Path, mo
     """While servers of tools run, which are in sessions of their own."""
     overrides = settings(tmp_path, {"task": {"with_tool": True}}, data__validation=None)
     with run_kills.running(grpo_runs.command(overrides), tmp_path / "work") as run:
-        run.wait_for(lambda: any("sums_v1" in _words(each) for each in run.family()), START_LIMIT_S)
+        run.wait_for(lambda: any("sums_v1" in sft_runs.words_of(each) for each in run.family()), START_LIMIT_S)
         family = run.family()
         run.process.send_signal(signal.SIGINT)
         run.process.send_signal(signal.SIGINT)
         run.wait_for_end(END_LIMIT_S)
         run.wait_until_nothing_runs(END_LIMIT_S)
     assert not sft_runs.running(family)
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 @pytest.mark.parametrize(
@@ -152,6 +133,5 @@ def test_the_wrong_release_is_named(
     if kind == "verifiers":
         overrides = [each for each in overrides if not each.startswith("env.driver.")]
         overrides += [f"env.driver.kind={kind}", f"env.driver.id={name}"]
-    done = shared_ray.run_here(["config", "--config", str(grpo_runs.EXEMPLAR), *overrides], tmp_path)
-    assert done.returncode == 2
+    done = shared_ray.run_here(["config", "--config", str(grpo_runs.EXEMPLAR), *overrides], tmp_path, exit_code=2)
     assert message in done.stderr

@@ -2,15 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose model calls tools, some of which never return."""
 
-import json
 import math
 import signal
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.functional import grpo_runs, run_kills, sft_runs
@@ -55,13 +52,9 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
         "policy__train_global_batch_size": 8,
         "data__validation": None,
     }
-    done = grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **tools, **sft_runs.only_jsonl()), tmp_path)
-    assert done.returncode == 0, done.stderr
-    run_folder = sft_runs.only_run_folder(tmp_path)
-    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **tools, **sft_runs.only_jsonl()), tmp_path)
+    steps, samples = sft_runs.outcome_of(tmp_path)
     assert len(steps) == 2
-    lines = (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
     called = [sample for sample in samples if sample.get("num_turns") == 2]
     assert called
     for sample in called:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo with a tool as a user starts it, in a few steps: fine-tuning, the runs, the table and the pictures."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 
 from examples.tools_demo.__main__ import main
 from examples.tools_demo.data import main as make_data
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.runs.folder.writer_load import read_writer_load
 from nemo_rl_moe.token_writers import WRITERS
 from tests.conftest import REPOSITORY_ROOT
+from tests.functional import sft_runs
 
 FEW = (
     "sft.max_num_steps=60",
@@ -53,10 +52,10 @@ def test_it_trains_a_model_that_calls_and_a_control_and_reports(
     assert rows[-1].endswith("| 0.00 to 0.00 | 0.00 to 0.00 | 0.00 to 0.00 |")
     with_tool, without = (next((tmp_path / "demo" / name / "logs").glob("exp_*")) for name in ("tool-1", "no_tool-1"))
     # After some steps the model writes calls, and some of them are well formed.
-    steps = [record.metrics for record in read_metrics(with_tool / METRICS_FILE_NAME) if record.step]
+    steps = sft_runs.steps_of(with_tool)
     assert sum(metrics["train/tools/calls"] - metrics["train/tools/wrong_calls"] for metrics in steps) > 0
     assert all(abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5 for metrics in steps)
-    samples = [json.loads(line) for line in (with_tool / "samples.jsonl").read_text().splitlines()]
+    samples = sft_runs.samples_of(with_tool)
     # A call costs also where its result does not fit, and no response follows.
     called = [sample for sample in samples if sample.get("num_turns", 1) > 1]
     assert called

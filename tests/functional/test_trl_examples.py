@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import REPOSITORY_ROOT
+from tests.functional import sft_runs
 
 pytestmark = pytest.mark.trl
 EXAMPLES = REPOSITORY_ROOT / "examples"
@@ -31,13 +32,5 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
 def test_each_script_trains_and_logs_the_routing(place: Path, name: str) -> None:
     script = str(EXAMPLES / "trl" / f"{name}.py")
-    done = subprocess.run(
-        [sys.executable, script, "--model", "model", "--data", "data", "--steps", "1"],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = sft_runs.run_command([sys.executable, script, "--model", "model", "--data", "data", "--steps", "1"], place)
     assert re.search(r"'loss': .*'moe/cv_mean': ", done.stdout)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose environment rewards turns, with credit by turn."""
 
-import json
 import math
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, sft_runs
 
 pytestmark = [pytest.mark.shared_ray, pytest.mark.full]
@@ -40,10 +37,8 @@ def test_a_run_gives_credit_by_turn(tmp_path: Path) -> None:
         "grpo__max_num_steps": 2,
         "data__validation": None,
     }
-    done = grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl()), tmp_path)
-    assert done.returncode == 0, done.stderr
-    run_folder = sft_runs.only_run_folder(tmp_path)
-    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    grpo_runs.run_here(grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl()), tmp_path)
+    steps, samples = sft_runs.outcome_of(tmp_path)
     assert len(steps) == 2
     for metrics in steps:
         assert metrics["train/reward"] == pytest.approx(1.0 + metrics["train/mean_turn_rewards_per_sample"])
@@ -53,5 +48,4 @@ def test_a_run_gives_credit_by_turn(tmp_path: Path) -> None:
         assert math.isfinite(metrics["train/loss"])
         assert metrics["train/grad_norm"] > 0
         assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
-    samples = [json.loads(line) for line in (run_folder / SAMPLES_FILE_NAME).open()]
     assert {sample.get("num_turns", 1) for sample in samples} == {1, 2}

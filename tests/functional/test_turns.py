@@ -2,15 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose environment asks a second question that depends on the first answer."""
 
-import json
 import math
 import os
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, sft_runs
 
 pytestmark = pytest.mark.shared_ray
@@ -26,10 +23,8 @@ def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
         "loss_fn__force_on_policy_ratio": "never",
     }
     settings = grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl())
-    done = grpo_runs.run_here(settings, tmp_path)
-    assert done.returncode == 0, done.stderr
-    run_folder = sft_runs.only_run_folder(tmp_path)
-    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    grpo_runs.run_here(settings, tmp_path)
+    steps, samples = sft_runs.outcome_of(tmp_path)
     assert len(steps) == 2
     for metrics in steps:
         assert metrics["train/mean_turns_per_sample"] == 2.0
@@ -37,8 +32,7 @@ def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
         assert metrics["train/env/num_digits"] == metrics["train/reward"] * 16
         # Training sees the tokens of both turns as generation saw them, with what the environment put between them.
         assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
-    lines = (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()
-    samples = [sample for sample in map(json.loads, lines) if sample["split"] == "train"]
+    samples = [sample for sample in samples if sample["split"] == "train"]
     assert len(samples) == 2 * 16
     assert {sample["num_turns"] for sample in samples} == {2}
     assert all("+1=" in sample["response"] for sample in samples)
@@ -75,9 +69,8 @@ def test_code_of_a_function_costs_its_trajectories_alone(
     done = grpo_runs.run_here(
         grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl()), Path(os.curdir).absolute()
     )
-    assert done.returncode == 0, done.stderr
     (reported,) = [line for line in done.stdout.splitlines() if "failed to score" in line]
     assert reason in reported
-    (step,) = read_metrics(sft_runs.only_run_folder(tmp_path) / METRICS_FILE_NAME)
-    assert 0 < step.metrics[f"train/env/{metric}"] < 16
-    assert math.isfinite(step.metrics["train/loss"])
+    (metrics,) = sft_runs.steps_of(sft_runs.only_run_folder(tmp_path))
+    assert 0 < metrics[f"train/env/{metric}"] < 16
+    assert math.isfinite(metrics["train/loss"])

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs that Ray hands out and torch cannot use: refused in one line, where the run would train on the CPUs."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,16 +28,9 @@ def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path) -> None:
     data = sft_runs.make_additions(tmp_path / "data", 128, 16)
     changes = {"cluster__gpus_per_node": 2, "sft__max_num_steps": 1, **sft_runs.only_jsonl()}
     overrides = sft_runs.settings(tmp_path, data, **changes)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "sft", "--config", str(sft_runs.EXEMPLAR), *overrides],
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        cwd=tmp_path,
-        timeout=RUN_LIMIT_S,
-    )
+    command = [sys.executable, "-c", PROGRAM, "sft", "--config", str(sft_runs.EXEMPLAR), *overrides]
+    done = sft_runs.run_command(command, tmp_path, timeout=RUN_LIMIT_S, exit_code=2)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2, done.stderr
     assert len(errors) == 1, done.stderr
     assert errors[0].startswith("error: cluster.gpus_per_node: Ray has given the GPUs 0,1 of ")
     assert f"torch cannot use them: torch {torch.__version__} is " in errors[0]

@@ -17,7 +17,6 @@ from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm import actors
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
 from nemo_rl_moe.weight_sync.board import FolderBoard
 from tests.support.scripted_rollouts import generate_all
@@ -31,14 +30,11 @@ from tests.support.vllm_engines import (
     letters_tokenizer,
     requests,
     start_engine,
+    vllm_tests,
     worker_that_keeps_kernels,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests()
 
 
 @pytest.fixture(scope="module")

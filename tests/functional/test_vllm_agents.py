@@ -13,16 +13,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
 from tests.functional.drill_moments import last_step
+from tests.support.vllm_engines import vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests(900)
 
 NUM_STEPS = 2
 LIMIT_S = 600.0

@@ -12,15 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.functional import grpo_runs, sft_runs
+from tests.support.vllm_engines import vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = [*vllm_tests(900), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the command that a user types, and check that it succeeds."""
-    command = [sys.executable, "-m", "nemo_rl_moe.cli", *words]
-    done = subprocess.run(
-        command, cwd=folder, env=sft_runs.environment(), capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    return sft_runs.run_command([sys.executable, "-m", "nemo_rl_moe.cli", *words], folder, timeout=600)
 
 
 def test_both_engines_give_the_same_greedy_tokens(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ Weights are rounded to bfloat16 in both, so that engine and transformers differ 
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +25,11 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs
-from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
+from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine, vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests()
 
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}
 _FIELDS = {
@@ -207,8 +201,7 @@ def test_a_run_with_the_rollouts_routes_checks_every_refit(tmp_path: Path) -> No
         **sft_runs.only_jsonl(),
     )
     command = grpo_runs.command(settings, grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml"))
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    sft_runs.run_command(command, tmp_path)
     steps = [each.metrics for each in read_metrics(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")][1:]
     assert len(steps) == 3
     for metrics in steps:

@@ -19,16 +19,10 @@ from torch import Tensor
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.errors import GenerationError
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.support.scripted_rollouts import generate_all
-from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
+from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine, vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = [*vllm_tests(), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,14 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.distributed.stored_rows import fetch_rows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
 from nemo_rl_moe.rollouts.dispatch.schedule import read_schedule
 from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
-from tests.support.vllm_engines import Trainer, generated_across_an_update, requests, start_engine
+from tests.support.vllm_engines import Trainer, generated_across_an_update, requests, start_engine, vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests()
 
 LONG = SamplingParameters(max_new_tokens=90)
 NUM_REQUESTS, ENOUGH_STEPS = 48, 15

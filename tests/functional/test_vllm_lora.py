@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.functional import grpo_runs, run_kills, sft_runs
 from tests.support.loggers import read_jsonl
+from tests.support.vllm_engines import vllm_tests
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests(1200)
 
 LIMIT_S = 800.0
 NUM_STEPS = 3

@@ -13,14 +13,16 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm.config import PrefixCaching
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
-from nemo_rl_moe.generation.vllm.releases import installed_release
-from tests.support.vllm_engines import Trainer, generated, generated_across_an_update, requests, start_engine
+from tests.support.vllm_engines import (
+    Trainer,
+    generated,
+    generated_across_an_update,
+    requests,
+    start_engine,
+    vllm_tests,
+)
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests()
 
 BLOCK = 128
 """Tokens of a block on CPUs; a cache has whole ones."""

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines with images: the trainer's log-probs, tokens and routes, and refits of tower and projector."""
 
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParamete
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, image_settings
-from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.launch.refit import batch_of, image_probe
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.images import IMAGE_SIZES, sequence_inputs
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs, vision_runs
 from tests.support.vision_models import VOCABULARY, mixed_batch, transformers_inputs, write_vision_model
-from tests.support.vllm_engines import SentWeights, as_they_are, generated, start_engine
+from tests.support.vllm_engines import SentWeights, as_they_are, generated, start_engine, vllm_tests
 
 Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 # Heads of 32, the smallest that vLLM's attention on CPUs takes, and experts of a width that it does not pad.
@@ -176,11 +174,7 @@ def with_images(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
     return [row for row, inputs in enumerate(sequences) if len(inputs[IMAGE_SIZES].values)]
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
-]
+pytestmark = vllm_tests()
 TOLERANCE = 5e-6
 GREEDY = SamplingParameters(max_new_tokens=8, temperature=0.0)
 PARTS = {
@@ -282,8 +276,7 @@ def test_a_run_draws_from_the_weights_that_it_trains(name: str, frozen: bool, tm
         **sft_runs.only_jsonl(),
     )
     command = grpo_runs.command(overrides, vision_runs.GRPO_EXEMPLAR)
-    run = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    sft_runs.run_command(command, tmp_path)
     records = read_metrics(sft_runs.only_run_folder(tmp_path) / "metrics.jsonl")
     steps = [record.metrics for record in records if "train/refit/logprob_gap" in record.metrics]
     assert len(steps) == 3

@@ -26,6 +26,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, WorkerDiedError
 from tests.support.grpo_inputs import cluster_config
+from tests.support.quick_list import slow
 
 NUM_WORKERS = 2
 START_TIMEOUT_S = 600.0
@@ -283,9 +284,7 @@ def refuse_model(rank: int, world_size: int, *, refusing: Collection[int]) -> An
     return ConfigurationError(["no weights", "no tokenizer"]) if rank in refusing else object()
 
 
-@pytest.mark.parametrize(
-    ("refusing", "where"), [((0, 1), ""), pytest.param((1,), " (on rank 1)", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("refusing", "where"), [((0, 1), ""), slow((1,), " (on rank 1)")])
 def test_errors_that_ranks_return_at_the_start(cluster: RayCluster, refusing: tuple[int, ...], where: str):
     with pytest.raises(ConfigurationError) as error:
         WorkerGroup(cluster, partial(refuse_model, refusing=refusing), START_TIMEOUT_S, CALL_TIMEOUT_S)

@@ -12,15 +12,14 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.tiny_model import parallel_job
-from tests.support.training_run import RunSettings, SpoiledLoss, build_trainer, shard_of_step
+from tests.support.training_run import RunSettings, SpoiledLoss, build_trainer, shard_of_step, tiny_trainer
 
 Steps = list[dict[str, Any]]
 
 
 def train_and_save(settings: RunSettings, folder: str, save_after: int, num_steps: int) -> Steps:
     """Train, and saves into the folder on the way; while that is written, training goes on."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         steps = []
         for step in range(num_steps):
             if step == save_after:
@@ -35,8 +34,7 @@ def load_and_train(
     settings: RunSettings, folder: str, first_step: int, num_steps: int, with_optimizer: bool = True
 ) -> Steps:
     """Go on from the folder. Begins with other weights and random numbers, which must leave no trace."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         _train(trainer, settings, 99)
         trainer.load_checkpoint(Path(folder), with_optimizer=with_optimizer)
         return [_train(trainer, settings, step) for step in range(first_step, num_steps)]
@@ -44,8 +42,7 @@ def load_and_train(
 
 def spoil_save_and_train(settings: RunSettings, folder: str, num_steps: int) -> Steps:
     """Save when the first update was left out, before any was done, and goes on."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 0)], SpoiledLoss("both"))
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
         assert trainer.finish_checkpoint() is None
@@ -61,8 +58,7 @@ def load_with_a_further_generator(settings: RunSettings, folder: str) -> bool:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         tracker = get_cuda_rng_tracker()
         tracker.set_states(tracker.get_states() | {"of another device": torch.get_rng_state()})
         torch.manual_seed(1234)
@@ -77,8 +73,7 @@ def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[f
     Returns:
         The counts by parameter, how many tensors hold them, and the trainer's own count.
     """
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         _train(trainer, settings, 0)
         states = [state for part in optimizer_parts(trainer.optimizer) for state in part.optimizer.state.values()]
@@ -88,8 +83,7 @@ def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[f
 
 def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -> str | None:
     """Return one step, then a checkpoint; returns the problem."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         _train(trainer, settings, 0)
         trainer.start_checkpoint(Path(folder), with_optimizer=with_optimizer)
         return trainer.finish_checkpoint()
@@ -97,8 +91,7 @@ def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -
 
 def save_and_export(settings: RunSettings, folder: str, exported: str) -> None:
     """Train two steps, then write a checkpoint and Hugging Face's files of the same weights."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         for step in range(2):
             _train(trainer, settings, step)
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
@@ -108,8 +101,7 @@ def save_and_export(settings: RunSettings, folder: str, exported: str) -> None:
 
 def load_and_export(settings: RunSettings, folder: str, exported: str) -> None:
     """Load a checkpoint over other weights, and write Hugging Face's files."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         _train(trainer, settings, 99)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         trainer.save_weights(Path(exported), {})
@@ -163,8 +155,7 @@ def problems_of_loading(settings: RunSettings, folders: list[str], variable: str
     if variable is not None:
         os.environ[variable] = "1"
     problems = []
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         for folder in folders:
             try:
                 trainer.load_checkpoint(Path(folder), with_optimizer=True)
@@ -188,8 +179,7 @@ def train_from_weights(settings: RunSettings, folder: str, damaged: str | None) 
     from nemo_rl_moe.errors import DamagedCheckpointError
 
     problems: list[str] = []
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         if damaged is not None:
             try:
                 trainer.load_checkpoint(Path(damaged), with_optimizer=True)

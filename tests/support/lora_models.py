@@ -26,7 +26,7 @@ from tests.support.family_reference import (
     write_reference,
 )
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.training_run import RunSettings, shard_of_step, tiny_trainer
 
 RANK = 4
 Array = npt.NDArray[Any]
@@ -302,8 +302,7 @@ class LoraRun:
 
 def train_adapters(settings: RunSettings) -> LoraRun:
     """Run on every rank of the job: optimizer steps from adapters that show."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         set_random(trainer.chunks)
         trainer.optimizer.reload_model_params()
         losses, norms = [], []
@@ -329,8 +328,7 @@ def assert_same_run(runs: list[LoraRun], expected: LoraRun) -> None:
 
 def save_adapters(settings: RunSettings, folder: str) -> LoraRun:
     """Run on every rank: one step, a checkpoint, and a step after it, which is what is returned."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
         assert trainer.finish_checkpoint() is None
@@ -339,8 +337,7 @@ def save_adapters(settings: RunSettings, folder: str) -> LoraRun:
 
 def resume_adapters(settings: RunSettings, folder: str) -> LoraRun:
     """Run on every rank: the step after the checkpoint; what was before it must leave no trace."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 99)], sft_loss)
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         return _one_step(trainer, settings)

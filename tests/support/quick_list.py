@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quick list of a subject with many alike cases: a few of them; continuous integration runs all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -39,12 +39,31 @@ def some_of(cases: Iterable[Any], number: int, most: int | None = None) -> list[
         number: Cases of the quick list, spread evenly.
         most: Cases of continuous integration, spread evenly. None runs all there. The others are `slow`.
     """
-    listed = [_as_param(case) for case in cases]
-    quick, full = _spread(number, len(listed)), _spread(len(listed) if most is None else most, len(listed))
+    params = [_as_param(case) for case in cases]
+    quick, in_full = _spread(number, len(params)), _spread(len(params) if most is None else most, len(params))
     return [
-        case if place in quick else _marked(case, pytest.mark.full if place in full else pytest.mark.slow)
-        for place, case in enumerate(listed)
+        case if place in quick else _marked(case, pytest.mark.full if place in in_full else pytest.mark.slow)
+        for place, case in enumerate(params)
     ]
+
+
+def full(*values: Any, **options: Any) -> Any:
+    """Return a case of continuous integration."""
+    return pytest.param(*values, marks=pytest.mark.full, **options)
+
+
+def slow(*values: Any, **options: Any) -> Any:
+    """Return a slow case."""
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
+
+
+def listed(cases: Iterable[Any], quick: Container[Any] = (), in_full: Container[Any] = ()) -> list[Any]:
+    """Return a case for each value or tuple of values: of the quick list, of continuous integration, or slow."""
+    found = []
+    for case in cases:
+        marked = pytest.param if case in quick else full if case in in_full else slow
+        found.append(marked(*case) if isinstance(case, tuple) else marked(case))
+    return found
 
 
 def _spread(number: int, count: int) -> set[int]:

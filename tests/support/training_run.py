@@ -3,7 +3,8 @@
 """Optimizer steps and responses of the tiny model in any layout, and what a test compares or looks at of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -79,8 +80,7 @@ class RankRun:
 
 
 def train_run(settings: RunSettings) -> RankRun:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         steps = (shard_of_step(trainer, settings, step) for step in range(settings.num_steps))
         return weights_of(trainer, [trainer.train([shard], sft_loss) for shard in steps])
 
@@ -219,14 +219,22 @@ def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | str | None = 
     return MegatronTrainer(policy, hf_config_of(model or {}), None, num_steps=10)
 
 
+@contextmanager
+def tiny_trainer(
+    policy: PolicyConfig, model: Mapping[str, Any] | str = {}, **options: Any
+) -> Iterator[MegatronTrainer]:
+    """Give the trainer of this rank, from random weights, of the tiny model with changes or of a family's."""
+    with parallel_job(policy):
+        yield MegatronTrainer(policy, hf_config_of(model), None, num_steps=10, **options)
+
+
 def generator_of(trainer: MegatronTrainer, tokenizer: Any = None) -> MegatronGenerator:
     return MegatronGenerator(trainer.chunks, trainer.config, tokenizer, trainer.device)
 
 
 def generate_run(run: GenerationRun) -> dict[int, Response]:
     """Run on every rank of the job; the responses of this rank by the number of their prompt."""
-    with parallel_job(run.policy):
-        trainer = build_trainer(run.policy, run.model)
+    with tiny_trainer(run.policy, run.model) as trainer:
         share = run.shares[trainer.coordinates.data_parallel_rank]
         sequences = generator_of(trainer).generate(
             request_of(share, run.sampling), weight_version=WEIGHT_VERSION, max_batch_size=run.max_batch_size

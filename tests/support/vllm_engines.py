@@ -12,18 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
@@ -33,6 +29,7 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.placement import Placement
+from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.rollouts.dispatch.gate import EngineGate
 from nemo_rl_moe.rollouts.loops import LoopThread
@@ -44,6 +41,13 @@ VOCABULARY_SIZE = 64
 PROMPT = (3, 4, 5, 6)
 FREE = SamplingParameters(max_new_tokens=16)
 Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+
+
+def vllm_tests(timeout_s: int = 600) -> list[pytest.MarkDecorator]:
+    """Return the marks of a file whose tests start engines of vLLM."""
+    is_missing = installed_release() is None
+    skip = pytest.mark.skipif(is_missing, reason="vLLM is not installed: make vllm")
+    return [pytest.mark.vllm, pytest.mark.timeout(timeout_s), skip]
 
 
 def as_they_are(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:

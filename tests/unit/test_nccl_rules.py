@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.gloo_ranks import RankError, run_ranks
 from tests.support.nccl_rules import NcclRuleError, Record, recorded
+from tests.support.quick_list import full
 from tests.support.rank_state import problems_of_job
 
 THIS_FILE = Path(__file__).name
@@ -226,10 +227,7 @@ def broadcast_and_hide_the_error() -> None:
 
 @pytest.mark.parametrize(
     ("function", "text"),
-    [
-        (send_first, "NCCL would wait for ever"),
-        pytest.param(broadcast_and_hide_the_error, "no torch.int16", marks=pytest.mark.full),
-    ],
+    [(send_first, "NCCL would wait for ever"), full(broadcast_and_hide_the_error, "no torch.int16")],
 )
 def test_every_job_of_ranks_is_under_these_rules(function: Callable[[], None], text: str) -> None:
     with pytest.raises(RankError, match=text):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.support import gloo_ranks, tiny_model
 from tests.support.gloo_ranks import RankError, run_ranks
+from tests.support.quick_list import full
 
 pytestmark = pytest.mark.megatron
 
@@ -93,11 +94,7 @@ def rank_that_fails(how: str) -> int:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [
-        pytest.param("raises", "on purpose", marks=pytest.mark.full),
-        ("dies", "died without an answer"),
-        pytest.param("hangs", "rank_that_fails", marks=pytest.mark.full),
-    ],
+    [full("raises", "on purpose"), ("dies", "died without an answer"), full("hangs", "rank_that_fails")],
 )
 def test_a_call_that_fails_costs_its_processes(how: str, words: str) -> None:
     before = run_ranks(rank_that_fails, 2, "not at all")

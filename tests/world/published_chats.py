@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,8 +14,8 @@ from nemo_rl_moe.data.corrected_templates import correct_template
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.template_renderer import Rendered
 from tests.support.chat_templates import make_byte_tokenizer
+from tests.world.conversations import Message, system, user
 
-Message = dict[str, Any]
 BAR, BLOCK = "\uff5c", "\u2581"
 TOOL = {
     "type": "function",
@@ -33,14 +32,6 @@ TOOL = {
         },
     },
 }
-
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def assistant(text: str, *cities: str, **more: str) -> Message:

@@ -21,7 +21,8 @@ from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.data.turn_glue import Rewritten
 from nemo_rl_moe.data.turn_spans import UNPROMPTED
 from tests.world.conftest import Published
-from tests.world.published_chats import CASES, TOOL, Message, PublishedChat, assistant, result, system, user
+from tests.world.conversations import Message, system, user
+from tests.world.published_chats import CASES, TOOL, PublishedChat, assistant, result
 
 REFUSED: dict[str, Collection[str]] = {
     "DeepSeek-R1-Distill-Qwen-32B": ("think", "reason", "tool", "calls"),

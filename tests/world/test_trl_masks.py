@@ -12,7 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_rl_moe.data.turn_spans import Span
 from tests.world.conftest import Published
-from tests.world.published_chats import CASES, TOOL, Message, PublishedChat
+from tests.world.conversations import Message
+from tests.world.published_chats import CASES, TOOL, PublishedChat
 from tests.world.trl_differences import TRL_DIFFERENCES, Difference
 
 NUM_PAIRS = 31

@@ -51,7 +51,7 @@ def _adopting() -> Iterator[None]:
 def _faults_of(case: Case, inputs: Inputs, folder: Path) -> list[str]:
     before, queues = _processes(), Queues(Logs(folder))
     for num_steps in (STEPS_BEFORE_STOP, NUM_STEPS):
-        done = shared_ray.run_here(words(case.setting, inputs, folder, num_steps), folder / "work")
+        done = shared_ray.run_here(words(case.setting, inputs, folder, num_steps), folder / "work", exit_code=None)
         if done.returncode or "Traceback" in done.stderr:
             output = (done.stdout + done.stderr)[-SHOWN_CHARACTERS:]
             return [f"to step {num_steps}: exit code {done.returncode}\n{output}", *_left_behind(before)]

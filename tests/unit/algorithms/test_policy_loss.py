@@ -15,7 +15,7 @@ from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, s
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs
-from tests.support.quick_list import few_of, some_of
+from tests.support.quick_list import few_of, slow, some_of
 from tests.unit.algorithms.policy_loss_reference import (
     columns_of,
     config_of,
@@ -104,9 +104,7 @@ def test_gradient_equals_finite_differences(config: PolicyGradientLossConfig) ->
     assert torch.autograd.gradcheck(loss, (inputs.logprobs,))
 
 
-@pytest.mark.parametrize(
-    "bad", [float("nan"), *(pytest.param(float(sign + "inf"), marks=pytest.mark.slow) for sign in ("", "-")), 1e30]
-)
+@pytest.mark.parametrize("bad", [float("nan"), *(slow(float(sign + "inf")) for sign in ("", "-")), 1e30])
 def test_what_is_masked_reaches_nothing(bad: float) -> None:
     clean = random_inputs(seed=2)
     mask = clean.token_mask

@@ -17,6 +17,7 @@ from nemo_rl_moe.config.nemo_rl_files import read_theirs
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from nemo_rl_moe.data.records import parse_record
 from tests.nemo_rl_leaves import fates_of, places
+from tests.support.quick_list import full
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 from tests.unit.config.test_nemo_rl_images import IMAGES
 from tests.unit.config.test_nemo_rl_roles import DISTILLATION, PPO
@@ -123,15 +124,7 @@ def names() -> Iterator[tuple[str, ...]]:
     return (place for place, _ in places(yaml.safe_load(NAMES_FILE.read_text())))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "sft",
-        pytest.param("dpo_torch", marks=pytest.mark.full),
-        "grpo",
-        pytest.param("grpo_torch", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("kind", ["sft", full("dpo_torch"), "grpo", full("grpo_torch")])
 def test_no_key_of_theirs_is_lost_whatever_file_it_stands_in(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, *KINDS[kind])
     theirs = read_theirs(path)

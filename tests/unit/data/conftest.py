@@ -31,6 +31,14 @@ def repository() -> Path:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared tables go to a folder of the test's own."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def demo_tokenizer() -> PreTrainedTokenizerBase:
     """The tokenizer of the demo: one token a character, `{% generation %}` in its template."""
     return load_tokenizer(str(REPOSITORY / "examples/assets/tiny_qwen3_moe"))

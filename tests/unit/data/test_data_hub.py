@@ -11,18 +11,11 @@ from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.sources import open_lines, open_source
 from tests.unit.data.conftest import refused
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 ROWS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}], "id": 1},
     {"messages": [{"role": "user", "content": "a"}, {"role": "wrong", "content": "b", "name": None}], "id": 2},
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Prepared tables go to a folder of the test's own."""
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def save(tmp_path, kind):

@@ -17,12 +17,7 @@ from nemo_rl_moe.data.sources import open_lines
 from nemo_rl_moe.errors import DataError
 from tests.unit.data.conftest import refused
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def read(path: Path | str, split: str = "train") -> list[Any]:

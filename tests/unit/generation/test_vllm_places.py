@@ -22,20 +22,16 @@ def machine(options: dict[str, Any]) -> int:
     return int(options["scheduling_strategy"].placement_group_bundle_index)
 
 
-def test_beside_the_trainer_engines_share_out_its_gpus_and_take_nothing_of_ray() -> None:
-    places = placement(2, 8, 1, 4, is_shared=True)
+@pytest.mark.parametrize(
+    ("is_shared", "gpus", "of_ray"), [(True, [(0, 1, 2, 3), (4, 5, 6, 7)] * 2, 0), (False, [()] * 4, 4)]
+)
+def test_engines_share_out_the_trainers_gpus_or_get_their_own_of_ray(is_shared: bool, gpus: Any, of_ray: int) -> None:
+    places = placement(2, 8, 1, 4, is_shared=is_shared)
     assert places.num_engines == 4
     assert [machine(places.options(number)) for number in range(4)] == [0, 0, 1, 1]
-    assert [places.gpus(number) for number in range(4)] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
-    assert places.options(0)["num_gpus"] == places.options(0)["num_cpus"] == 0
-
-
-def test_on_machines_of_their_own_ray_gives_each_its_gpus() -> None:
-    places = placement(2, 8, 1, 4, is_shared=False)
-    assert places.num_engines == 4
-    assert [machine(places.options(number)) for number in range(4)] == [0, 0, 1, 1]
-    assert [places.gpus(number) for number in range(4)] == [()] * 4
-    assert places.options(3)["num_gpus"] == places.options(3)["num_cpus"] == 4
+    assert [places.gpus(number) for number in range(4)] == gpus
+    for number in range(4):
+        assert places.options(number)["num_gpus"] == places.options(number)["num_cpus"] == of_ray
 
 
 def test_on_cpus_there_is_one_engine_beside_the_trainer_and_one_a_worker_elsewhere() -> None:

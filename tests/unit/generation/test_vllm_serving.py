@@ -4,7 +4,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -135,14 +135,19 @@ def serving_of(actors: Actors) -> Serving:
     return Serving(actors, prepare)  # type: ignore[arg-type]
 
 
+def generated(actors: Actors, seeds: Iterable[int], **how: bool) -> list[Any]:
+    """What comes back for requests that are made at once; `how` as for `asyncio.gather`."""
+
+    async def all_at_once() -> list[Any]:
+        serve = serving_of(actors)
+        return await asyncio.gather(*(serve.generate(request(seed)) for seed in seeds), **how)
+
+    return asyncio.run(all_at_once())
+
+
 def test_requests_that_come_together_are_dealt_out_evenly_in_one_call_each() -> None:
     actors = Actors(2)
-
-    async def all_at_once() -> list[GeneratedSequence]:
-        serve = serving_of(actors)
-        return await asyncio.gather(*(serve.generate(request(seed)) for seed in range(7)))
-
-    found = asyncio.run(all_at_once())
+    found = generated(actors, range(7))
     assert [int(sequence.token_ids[0]) for sequence in found] == list(range(7))
     assert {sequence.weight_version for sequence in found} == {7}
     workers = [actor.handle for actor in actors.present]
@@ -164,12 +169,8 @@ def test_engines_get_more_when_they_have_room() -> None:
         # The slow one answers when the other has nothing left.
         return [stream for stream in streams if stream._worker is not slow_worker] or streams, []
 
-    async def all_at_once() -> list[GeneratedSequence]:
-        serve = serving_of(actors)
-        serving.ray.wait = wait  # type: ignore[attr-defined]  # scripted
-        return await asyncio.gather(*(serve.generate(request(seed)) for seed in range(9)))
-
-    found = asyncio.run(all_at_once())
+    serving.ray.wait = wait  # type: ignore[attr-defined]  # scripted
+    found = generated(actors, range(9))
     assert [int(sequence.token_ids[0]) for sequence in found] == list(range(9))
     assert [slow_worker.order, quick.handle.order] == [[0, 2], [1, 3, 4, 5, 6, 7, 8]]
 
@@ -178,12 +179,7 @@ def test_requests_that_wait_for_room_go_to_another_engine_when_one_is_lost() -> 
     actors = Actors(2, num_fatal=1)
     for actor in actors.present:
         actor.window = 1
-
-    async def all_at_once() -> list[GeneratedSequence]:
-        serve = serving_of(actors)
-        return await asyncio.gather(*(serve.generate(request(seed)) for seed in (1, LOST, 2, 3)))
-
-    found = asyncio.run(all_at_once())
+    found = generated(actors, (1, LOST, 2, 3))
     assert [int(sequence.token_ids[0]) for sequence in found] == [1, LOST, 2, 3]
 
 
@@ -204,25 +200,14 @@ def test_a_later_request_joins_the_engine_that_has_the_fewest() -> None:
 
 def test_what_a_lost_engine_had_goes_to_the_others() -> None:
     actors = Actors(2, num_fatal=1)
-
-    async def all_at_once() -> list[GeneratedSequence]:
-        serve = serving_of(actors)
-        return await asyncio.gather(*(serve.generate(request(seed)) for seed in (1, 2, LOST, 3, 4, 5)))
-
-    found = asyncio.run(all_at_once())
+    found = generated(actors, (1, 2, LOST, 3, 4, 5))
     assert [int(sequence.token_ids[0]) for sequence in found] == [1, 2, LOST, 3, 4, 5]
     assert actors.reported == ["vLLM engine 0 died"]
 
 
 def test_engines_that_fail_again_and_again_end_all_requests() -> None:
     actors = Actors(1, num_fatal=100)
-
-    async def all_at_once() -> list[Any]:
-        serve = serving_of(actors)
-        asked = [serve.generate(request(seed)) for seed in (LOST, 1)]
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    found = asyncio.run(all_at_once())
+    found = generated(actors, (LOST, 1), return_exceptions=True)
     assert all(isinstance(error, GenerationError) for error in found)
     assert actors.num_lost == 3
 

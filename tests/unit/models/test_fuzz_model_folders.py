@@ -127,20 +127,8 @@ def _tampered_header(generator: random.Random, path: Path) -> str:
         what += f"dtype = {entry['dtype']}"
     elif how == 2:
         shape = entry["shape"]
-        entry["shape"] = generator.choice(
-            [
-                shape[::-1],
-                [*shape, 1],
-                [1, *shape],
-                [],
-                [0],
-                [-1, -1],
-                [2**32, 2**32],
-                [shape[0] * 2],
-                [2**62] * 4,
-                None,
-            ]
-        )
+        longer, larger = [[*shape, 1], [1, *shape], [shape[0] * 2]], [[-1, -1], [2**32, 2**32], [2**62] * 4]
+        entry["shape"] = generator.choice([shape[::-1], *longer, [], [0], *larger, None])
         what += f"shape = {entry['shape']}"
     elif how == 3:
         other = generator.choice([key for key in header if key != "__metadata__"])

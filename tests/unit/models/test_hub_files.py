@@ -36,15 +36,11 @@ def policy_of(name: str = NAME, init: str = "pretrained") -> PolicyConfig:
 
 
 class FakeHub:
-    """A repository of the hub; files come into a folder as the cache has them.
-
-    Attributes:
-        fetched: Name and version of every file asked for.
-    """
+    """A repository of the hub; files come into a folder as the cache has them."""
 
     def __init__(self, repository: Path, cache: Path):
         self.repository, self.snapshot = repository, cache / "snapshots" / COMMIT
-        self.fetched: list[tuple[str, str | None]] = []
+        self.fetched: list[tuple[str, str | None]] = []  # name and version of every file asked for
         self.error: Exception | None = None
 
     def download(self, name: str, file: str, revision: str | None = None, local_files_only: bool = False) -> str:
@@ -148,14 +144,19 @@ def test_damaged_files_are_found_before_a_worker_starts(hub: FakeHub) -> None:
         check_weights(policy_of(), source.folder())
 
 
+def new_snapshot(home: Path) -> Path:
+    """Return the empty folder of the model's version in a cache."""
+    repository = home / "hub" / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    return repository / "snapshots" / COMMIT
+
+
 @pytest.mark.slow
 def test_the_cache_of_a_machine_without_network(hub: FakeHub, tmp_path: Path, repository_root: Path) -> None:
     """With the hub's own library, in a process of its own: it reads its settings when it is imported."""
-    repository = tmp_path / "home" / "hub" / "models--someone--tiny"
-    snapshot = repository / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot = new_snapshot(tmp_path / "home")
     for file in ("config.json", INDEX, *SHARDS):
         shutil.copy(hub.repository / file, snapshot)
     (found,) = in_other_process(tmp_path / "home", repository_root)
@@ -218,11 +219,7 @@ def test_a_hub_that_is_away_is_not_asked_again_and_again(
     hub: FakeHub, away: dict[str, str], tmp_path: Path, repository_root: Path
 ) -> None:
     """Its library would try each file six times, for half a minute; what the cache holds is taken at once."""
-    repository = tmp_path / "home" / "hub" / "models--someone--tiny"
-    (repository / "snapshots" / COMMIT).mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
-    in_cache = repository / "snapshots" / COMMIT
+    in_cache = new_snapshot(tmp_path / "home")
     reported, found = in_other_process(tmp_path / "home", repository_root, f"{hub.repository}:{in_cache}", **away)
     expected = (
         f"policy.model_name: got '{NAME}', which is no folder here, and config.json of it cannot be had from the hub"

@@ -59,14 +59,18 @@ def rule_of(folder: Path, values: Mapping[str, Any], hf_config: Any) -> ImageRul
     return found
 
 
+@pytest.fixture
+def rule(tmp_path: Path) -> ImageRule:
+    return rule_of(tmp_path, QWEN, OF_QWEN)
+
+
 def images(number: int, longest: int) -> list[Image.Image]:
     rng = np.random.default_rng(3)
     sizes = [(8, 8), (16, 16), (12, 20), (20, 12), *rng.integers(8, longest, (number, 2)).tolist()]
     return [Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
 
 
-def test_patches_are_those_of_transformers_to_the_last_bit(tmp_path: Path) -> None:
-    rule = rule_of(tmp_path, QWEN, OF_QWEN)
+def test_patches_are_those_of_transformers_to_the_last_bit(rule: ImageRule) -> None:
     processor = Qwen2VLImageProcessorPil(**{name: QWEN[name] for name in QWEN if name != "image_processor_type"})
     for image in images(60, 130):
         expected = processor(images=[image], return_tensors="pt")
@@ -76,8 +80,7 @@ def test_patches_are_those_of_transformers_to_the_last_bit(tmp_path: Path) -> No
         assert rule.num_tokens(image.height, image.width) == int(grid.prod()) // 4
 
 
-def test_patches_of_several_images_follow_each_other(tmp_path: Path) -> None:
-    rule = rule_of(tmp_path, QWEN, OF_QWEN)
+def test_patches_of_several_images_follow_each_other(rule: ImageRule) -> None:
     model_images = [model_image for image in images(3, 60) for model_image in rule.model_images(image)]
     singly = [merged_patches(as_tensors([model_image]), rule.pixels) for model_image in model_images]
     found, grid = merged_patches(as_tensors(model_images), rule.pixels)
@@ -103,17 +106,15 @@ def test_tiles_are_those_of_transformers_to_the_last_bit(tmp_path: Path, least: 
         assert rule.num_tokens(image.height, image.width) == 4 * int(expected["num_patches"][0])
 
 
-def test_a_image_of_the_rules_own_size_keeps_its_bytes(tmp_path: Path) -> None:
+def test_a_image_of_the_rules_own_size_keeps_its_bytes(rule: ImageRule) -> None:
     """An engine that resizes what it gets leaves it alone."""
-    rule = rule_of(tmp_path, QWEN, OF_QWEN)
     for image in images(20, 130):
         (model_image,) = rule.model_images(image)
         (again,) = rule.model_images(Image.fromarray(model_image.pixels))
         assert np.array_equal(model_image.pixels, again.pixels)
 
 
-def test_an_image_far_longer_than_high_is_refused(tmp_path: Path) -> None:
-    rule = rule_of(tmp_path, QWEN, OF_QWEN)
+def test_an_image_far_longer_than_high_is_refused(rule: ImageRule) -> None:
     with pytest.raises(ImageSizeError, match="8 x 1608 pixels, expected no side more than 200 times the other"):
         rule.num_tokens(8, 1608)
     assert rule.num_tokens(8, 1600) > 0

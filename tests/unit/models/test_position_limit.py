@@ -9,19 +9,18 @@ import pytest
 from nemo_rl_moe.models.position_limit import position_limit
 
 
+def stretched(positions: int, factor: float, original: int, section: str = "rope_scaling", kind: str = "yarn") -> Any:
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    return {"max_position_embeddings": positions, section: scaling}
+
+
 @pytest.mark.parametrize(
     ("config_json", "limit"),
     [
         # Qwen3: no scaling; and as its authors say to extend it, by factor alone.
         ({"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 40960),
         ({"max_position_embeddings": 40960, "rope_scaling": None}, 40960),
-        (
-            {
-                "max_position_embeddings": 40960,
-                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-            },
-            131072,
-        ),
+        (stretched(40960, 4.0, 32768), 131072),
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
         # DeepSeek-V3 and gpt-oss: the product stands there.
         (
@@ -31,21 +30,9 @@ from nemo_rl_moe.models.position_limit import position_limit
             },
             163840,
         ),
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
-            },
-            131072,
-        ),
+        (stretched(131072, 32.0, 4096, "rope_parameters"), 131072),
         # Llama 3.1: the factor is one of frequencies.
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
-            },
-            131072,
-        ),
+        (stretched(131072, 8.0, 8192, kind="llama3"), 131072),
         ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 64),
         ({}, None),
         ({"max_position_embeddings": "many"}, None),

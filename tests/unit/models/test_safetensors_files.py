@@ -81,6 +81,10 @@ def test_file_is_opened_anew_after_so_many_bytes(tmp_path: Path, monkeypatch: py
     assert len(opened) == 5
 
 
+def writer_of(folder: Path, *shape: int) -> SafetensorsWriter:
+    return SafetensorsWriter(folder, {"model.safetensors": [TensorHeader("tensor", shape, torch.float32)]})
+
+
 def headers(*sizes: int) -> list[TensorHeader]:
     return [TensorHeader(f"tensor.{number}", (size,), torch.uint8) for number, size in enumerate(sizes)]
 
@@ -125,8 +129,8 @@ def test_what_is_written_is_read_back(
     files = dict(zip(file_names(len(parts)), parts, strict=True))
     writer = SafetensorsWriter(folder, files)
     for tensor in content.values():
-        assert not writer.is_complete
         for part in tensor:  # a tensor may come in parts
+            assert not writer.is_complete
             writer.write(part)
     assert writer.is_complete
     writer.close()
@@ -140,21 +144,12 @@ def test_what_is_written_is_read_back(
 
 
 def test_transposed_tensor_is_written_as_it_is_indexed(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path, {"model.safetensors": [TensorHeader("tensor", (3, 2), torch.float32)]})
     tensor = torch.arange(6.0).reshape(2, 3).t()
-    writer.write(tensor)
+    writer_of(tmp_path, 3, 2).write(tensor)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["tensor"], tensor)
 
 
 def test_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    writer = SafetensorsWriter(tmp_path, {"model.safetensors": [TensorHeader("tensor", (1,), torch.float32)]})
     with pytest.raises(FileExistsError):
-        writer.write(torch.zeros(1))
-
-
-def test_incomplete_file_is_distinguished(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path, {"model.safetensors": [TensorHeader("tensor", (2,), torch.float32)]})
-    writer.write(torch.zeros(1))
-    writer.close()
-    assert not writer.is_complete
+        writer_of(tmp_path, 1).write(torch.zeros(1))

@@ -68,6 +68,11 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
+def words_of(printed: str) -> str:
+    """Return what a command printed without its line breaks."""
+    return " ".join(printed.split())
+
+
 def assert_same(found: LogitsDifference) -> None:
     assert found.largest <= ROUNDING * found.scale, found
     assert found.num_same == found.num_tokens
@@ -141,9 +146,8 @@ def test_fields_whose_defaults_differ_between_families_are_written_out(tmp_path:
     path.write_text(json.dumps(content | {"attention_bias": False, "pretraining_tp": 1}))
     moe = upcycled(dense, tmp_path / "moe", COPIES)
     found, expected = load_hf_config(str(moe)), load_hf_config(str(dense))
-    assert {name: getattr(found, name) for name in ("num_key_value_heads", "rms_norm_eps", "head_dim")} == {
-        name: getattr(expected, name) for name in ("num_key_value_heads", "rms_norm_eps", "head_dim")
-    }
+    for name in ("num_key_value_heads", "rms_norm_eps", "head_dim"):
+        assert getattr(found, name) == getattr(expected, name)
     assert_same(compare_logits(dense, moe))
 
 
@@ -183,7 +187,7 @@ def test_files_have_their_greatest_size_and_hold_the_same(dense: Path, tmp_path:
 def test_command_says_what_it_made_and_how_it_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, moe = dense_model(tmp_path / "dense", "qwen2"), tmp_path / "moe"
     assert main(command(dense, moe, "8 2 1", "--check")) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = words_of(capsys.readouterr().out)
     parameters = sum(tensor.numel() for tensor in tensors_in(moe).values())
     unused = 6 * 3 * 48 * 32 * 2  # experts of each of two layers
     assert f"{parameters:,} parameters, of which a token uses {parameters - unused:,}" in printed
@@ -271,7 +275,7 @@ def test_refusals_come_before_anything_is_written(
         code = main(command(dense, moe, numbers))
     except SystemExit as error:
         code = int(error.code or 0)
-    printed = " ".join(capsys.readouterr().err.split())
+    printed = words_of(capsys.readouterr().err)
     assert code == 2, printed
     assert all(words in printed for words in expected), printed
     assert sorted(tmp_path.iterdir()) == before
@@ -290,7 +294,7 @@ def test_rotary_buffers_of_older_releases_are_left_out(
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _tensors(lambda tensors: tensors.update({name: torch.ones(4)}))(dense)
     assert main(command(dense, moe, "4 2 1")) == 0
-    assert f"left out: {name}" in " ".join(capsys.readouterr().out.split())
+    assert f"left out: {name}" in words_of(capsys.readouterr().out)
     assert name not in tensors_in(moe)
 
 
@@ -320,7 +324,7 @@ def test_routers_of_slices_are_to_compute_in_float32(
     dense, moe = dense_model(tmp_path / "dense", dtype=torch.bfloat16), tmp_path / "moe"
     _, top_k, granularity = map(int, shape.split())
     assert main(command(dense, moe, shape, "--no-check")) == 0
-    assert ("moe_router_dtype=fp32" in " ".join(capsys.readouterr().out.split())) is is_said
+    assert ("moe_router_dtype=fp32" in words_of(capsys.readouterr().out)) is is_said
     # Why: a router's logits in bfloat16 tie, and some tokens get slices of two copies.
     router = tensors_in(moe)["model.layers.0.block_sparse_moe.gate.weight"]
     tokens = torch.randn(20_000, router.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -348,7 +352,10 @@ def test_additional_templates_are_copied_and_the_dense_models_code_is_not_named(
     assert "auto_map" not in content
     # The weight of the loss that keeps routers from choosing few experts: the default of transformers' own classes.
     assert content["router_aux_loss_coef"] == 0.001
-    assert "needs code of its own (tokens.py), which is not copied" in " ".join(capsys.readouterr().out.split())
+    assert "needs code of its own (tokens.py), which is not copied" in words_of(capsys.readouterr().out)
+
+
+BOTH = ("--check", "--no-check")
 
 
 def _with_infinity_in_halves(tensors: dict[str, Tensor]) -> None:
@@ -357,41 +364,32 @@ def _with_infinity_in_halves(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 60_000  # twice of it is more than float16 has
 
 
-@pytest.mark.parametrize("check", ["--check", "--no-check"])
+def _with_infinite_logits(tensors: dict[str, Tensor]) -> None:
+    for name in ("model.norm.weight", "lm_head.weight"):  # each weight is a number, and their product is none
+        tensors[name].fill_(1e30)
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "expected", "checks"),
     [
-        (lambda tensors: tensors[UP][3, 4:6].fill_(math.nan), f"{UP}: 2 of 1,536 weights are NaN or infinite"),
+        (lambda tensors: tensors[UP][3, 4:6].fill_(math.nan), f"{UP}: 2 of 1,536 weights are NaN or infinite", BOTH),
         (
             lambda tensors: tensors["model.norm.weight"][0].fill_(math.inf),
             "model.norm.weight: 1 of 32 weights are NaN or infinite",
+            BOTH,
         ),
-        (_with_infinity_in_halves, "model.layers.1.mlp.down_proj.weight: slices of it exceed float16"),
+        (_with_infinity_in_halves, "model.layers.1.mlp.down_proj.weight: slices of it exceed float16", BOTH),
+        (_with_infinite_logits, "logits are NaN or infinite", ("--check",)),
     ],
 )
-def test_weights_that_are_no_numbers_are_refused(
-    change: Callable[[dict[str, Tensor]], object],
-    expected: str,
-    check: str,
-    dense: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_weights_and_logits_that_are_no_numbers_are_refused(
+    change: Any, expected: str, checks: tuple[str, ...], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    moe = tmp_path / "moe"
     _tensors(change)(dense)
-    assert main(command(dense, moe, "8 4 4", check)) == 2
-    assert expected in " ".join(capsys.readouterr().err.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-
-
-def test_logits_that_are_no_numbers_are_refused(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Each weight is a number, and their product is none.
-    _tensors(lambda tensors: [tensors[name].fill_(1e30) for name in ("model.norm.weight", "lm_head.weight")])(dense)
-    assert main(command(dense, tmp_path / "moe", "4 2 1", "--check")) == 2
-    assert "logits are NaN or infinite" in " ".join(capsys.readouterr().err.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    for check in checks:
+        assert main(command(dense, tmp_path / "moe", "8 4 4", check)) == 2
+        assert expected in words_of(capsys.readouterr().err)
+        assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 def test_output_inside_the_model_is_refused(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,23 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations and responses for environments."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from nemo_rl_moe.rewards.interface import ScoringItem
-
-
-@pytest.fixture
-def own_alarm() -> Iterator[None]:
-    """A process has one alarm, which pytest-timeout uses too: taken from it, and given back."""
-    handler = signal.getsignal(signal.SIGALRM)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.0)
-    yield
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 @pytest.fixture

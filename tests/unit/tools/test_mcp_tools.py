@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of MCP servers: what the model is told of them, their results, and servers that fail."""
 
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,16 +39,6 @@ def children() -> list[psutil.Process]:
 def require_end(process: psutil.Process) -> None:
     psutil.wait_procs([process], timeout=LIMIT_S)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.fixture
-def own_alarm() -> Iterator[None]:
-    """A process has one alarm, which pytest-timeout uses too: taken from it, and given back."""
-    handler = signal.getsignal(signal.SIGALRM)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, 0.0)
-    yield
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.refit_faults import (
     COARSE_FAULTS,
     FINE_FAULTS,
@@ -46,16 +47,9 @@ def test_every_fault_is_found_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_steps"),
-    [
-        ("qwen3_moe", 3),
-        *(pytest.param(name, 19, marks=pytest.mark.slow, id=f"{name}-20") for name in TEN_SHAPES),
-    ],
+    ("name", "num_steps"), [("qwen3_moe", 3), *(slow(name, 19, id=f"{name}-20") for name in TEN_SHAPES)]
 )
-@pytest.mark.parametrize(
-    "learning_rate",
-    [pytest.param(1e-6, id="small steps", marks=pytest.mark.full), pytest.param(1e-3, id="large steps")],
-)
+@pytest.mark.parametrize("learning_rate", [full(1e-6, id="small steps"), pytest.param(1e-3, id="large steps")])
 def test_right_refits_raise_no_alarm(name: str, num_steps: int, learning_rate: float, tmp_path: Path) -> None:
     (found,) = run_ranks(right_refits, 1, [name], str(tmp_path), num_steps, learning_rate, timeout_s=280)
     refits = found[name]

@@ -28,6 +28,7 @@ from nemo_rl_moe.weight_sync.transport_backends import (
     TransportBackend,
 )
 from tests.support.gpu_stand_ins import PLACE, HostMemory
+from tests.support.quick_list import slow
 from tests.unit.weight_sync.test_folder_transport import (
     BUCKET_BYTES,
     VERSION,
@@ -238,9 +239,7 @@ def spoiled_send(spec: TransportSpec, rank: int) -> int:
 
 
 # Senders wait for the receivers' next step until their time is over.
-@pytest.mark.parametrize(
-    "make_backend", [pytest.param(partial(gloo, timeout_s=5.0), marks=pytest.mark.slow), ipc], ids=["gloo", "ipc"]
-)
+@pytest.mark.parametrize("make_backend", [slow(partial(gloo, timeout_s=5.0)), ipc], ids=["gloo", "ipc"])
 def test_bytes_that_change_on_the_way_are_reported(
     make_backend: Callable[[int, str], TransportBackend], tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 """Candidates at each position: numbers, gradients and choice are those of whole logits in float64, in every layout."""
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import Head, missing_heads
-from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, chunked_top_candidates
+from nemo_rl_moe.models.megatron.training.chunked_head import chunked_top_candidates
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
-    MICROBATCHES,
     layout,
     parallel_job,
     shard_of_rank,
@@ -34,21 +33,23 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
+from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.test_chunked_head import (
-    CHUNK,
     COLUMNS,
     ROWS,
     TEMPERATURE,
     VOCABULARY,
-    masked,
+    RankHead,
+    as_arrays,
+    assert_same_head,
     numbers,
+    whole_logits,
 )
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for
 
 K = 4
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
 MODEL = {"vocab_size": 61}
-PACKED = {"sequence_packing__enabled": True}
-CHUNKED = {"logprob_chunk_size": 7}
 
 
 def candidate_ids() -> Tensor:
@@ -62,61 +63,37 @@ def of_candidates() -> Tensor:
 def head_in_chunks(world_size: int, sequence_parallel: bool) -> tuple[np.ndarray, ...]:
     with parallel_job(tiny_policy(world_size, **layout(tp=world_size))) as rank:
         given = numbers()
-        hidden = given.hidden.chunk(world_size)[rank] if sequence_parallel else given.hidden
-        hidden = hidden.clone().requires_grad_()
-        weight = given.weight.chunk(world_size)[rank].clone().requires_grad_()
-        model = SimpleNamespace(
-            config=SimpleNamespace(sequence_parallel=sequence_parallel),
-            share_embeddings_and_output_weights=False,
-            output_layer=SimpleNamespace(weight=weight),
-            mask_logits=masked(rank, world_size),
-            logprob_chunk_size=CHUNK,
-        )
-        ids = candidate_ids().to(torch.int32)
-        found = chunked_token_statistics(model, hidden, given.labels, TEMPERATURE, with_entropy=True, candidate_ids=ids)
-        assert found.candidates is not None
-        assert found.entropy is not None
+        head = RankHead.of(rank, world_size, given, sequence_parallel=sequence_parallel)
+        found = head.statistics(given, candidate_ids().to(torch.int32))
         loss = (found.logprobs * given.of_logprobs).sum() + (found.candidates * of_candidates()).sum()
         (loss + (found.entropy * given.of_entropy).sum()).backward()
         with torch.no_grad():
-            top_ids, top_logprobs = chunked_top_candidates(model, hidden, TEMPERATURE, K, VOCABULARY)
-            all_ids, all_logprobs = chunked_top_candidates(model, hidden, TEMPERATURE, VOCABULARY, VOCABULARY)
+            top_ids, top_logprobs, all_ids, all_logprobs = (
+                values
+                for number in (K, VOCABULARY)
+                for values in chunked_top_candidates(head.model, head.hidden, TEMPERATURE, number, VOCABULARY)
+            )
         assert torch.equal(all_ids.sort(-1).values, torch.arange(VOCABULARY).expand_as(all_ids))
         torch.testing.assert_close(all_logprobs[..., :K], top_logprobs)
-        assert hidden.grad is not None
-        assert weight.grad is not None
-        values = (found.candidates, top_ids, top_logprobs, hidden.grad, weight.grad)
-        return tuple(each.detach().numpy() for each in values)
+        return as_arrays(found.candidates, top_ids, top_logprobs, head.hidden.grad, head.weight.grad)
 
 
 def by_autograd() -> tuple[np.ndarray, ...]:
     given = numbers()
-    hidden, weight = (values.double().requires_grad_() for values in (given.hidden, given.weight))
-    log_p = (hidden @ weight[:VOCABULARY].T / TEMPERATURE).log_softmax(-1).transpose(0, 1)
+    hidden, weight, logits = whole_logits(given)
+    log_p = logits.log_softmax(-1)
     candidates = log_p.gather(-1, candidate_ids())
     entropy = -(log_p.exp() * log_p).sum(-1)
     loss = (log_p.gather(-1, given.labels[..., None])[..., 0] * given.of_logprobs).sum()
     (loss + (candidates * of_candidates()).sum() + (entropy * given.of_entropy).sum()).backward()
     top = log_p.topk(K)
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    values = (candidates, top.indices, top.values, hidden.grad, weight.grad)
-    return tuple(each.detach().numpy() for each in values)
+    return as_arrays(candidates, top.indices, top.values, hidden.grad, weight.grad)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sequence_parallel"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.full), (2, True)],
-)
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), full(2, False), (2, True)])
 def test_numbers_gradients_and_choice_are_those_of_whole_logits(world_size: int, sequence_parallel: bool) -> None:
     ranks = run_ranks(head_in_chunks, world_size, world_size, sequence_parallel)
-    expected = by_autograd()
-    for rank in ranks:
-        for ours, theirs in zip(rank[:3], expected[:3], strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-12, rtol=1e-12)
-    hidden = np.concatenate([rank[3] for rank in ranks]) if sequence_parallel else ranks[0][3]
-    np.testing.assert_allclose(hidden, expected[3], atol=1e-12, rtol=1e-12)
-    np.testing.assert_allclose(np.concatenate([rank[4] for rank in ranks]), expected[4], atol=1e-12, rtol=1e-12)
+    assert_same_head(ranks, by_autograd(), sequence_parallel=sequence_parallel)
 
 
 def test_logits_give_candidates_and_values_do_not() -> None:
@@ -153,42 +130,27 @@ def with_teacher(batch: TokenBatch, k: int) -> TokenBatch:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw.
-
-    Attributes:
-        losses: Global loss of each step.
-        grad_norms: Norm of each step's gradient.
-        evaluated: The divergence by evaluation, this rank's share.
-        trained: The same of the first update.
-        logprobs: Log-probabilities of the candidates by sequence, of ranks that report.
-        top: Ids and log-probabilities of the likeliest tokens, likewise.
-        is_cleared: Whether the models keep nothing of the last microbatch.
-    """
+    """What one rank saw in all steps; the divergence is this rank's share."""
 
     losses: list[float]
     grad_norms: list[float]
     evaluated: float
-    trained: float
-    logprobs: dict[int, np.ndarray]
-    top: dict[int, tuple[np.ndarray, np.ndarray]]
-    is_cleared: bool
+    trained: float  # in the first update
+    logprobs: dict[int, np.ndarray]  # of the candidates by sequence, of ranks that report
+    top: dict[int, tuple[np.ndarray, ...]]  # ids and log-probabilities of the likeliest tokens, likewise
+    is_cleared: bool  # the models keep nothing of the last microbatch
 
 
 def observe(policy: PolicyConfig, kl_type: str) -> Seen:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(**MODEL), None, num_steps=10)
+    with tiny_trainer(policy, MODEL) as trainer:
         place, batch = trainer.coordinates, with_teacher(tiny_batch(3, vocabulary_size=61), 5)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
-        count = len(MICROBATCHES) // place.data_parallel_size
-        rows = [row for rows in MICROBATCHES[place.data_parallel_rank * count :][:count] for row in rows]
-        lengths = batch.lengths.tolist()
+        shard = shard_for(trainer, batch)
+        first, lengths = len(batch.lengths) // place.data_parallel_size * place.data_parallel_rank, batch.lengths
         found = [each for values in trainer.candidate_logprobs(shard.microbatches) for each in values]
-        logprobs = {row: each[: lengths[row]].numpy() for row, each in zip(rows, found, strict=False)}
-        top = {}
+        logprobs = {row: each[: lengths[row]].numpy() for row, each in enumerate(found, first)}
         likeliest = trainer.top_candidates(shard.microbatches, K, 61)
         pairs = [pair for each in likeliest for pair in zip(*each, strict=True)]
-        for row, (ids, values) in zip(rows, pairs, strict=False):
-            top[row] = ids[: lengths[row]].numpy(), values[: lengths[row]].numpy()
+        top = {row: tuple(each[: lengths[row]].numpy() for each in pair) for row, pair in enumerate(pairs, first)}
         loss = divergence_loss(kl_type, cross_entropy_weight=0.1)
         evaluated = trainer.evaluate(shard, loss)
         results = [trainer.train([shard], loss) for _ in range(2)]
@@ -242,13 +204,13 @@ def own_tokens_as_candidates(policy: PolicyConfig) -> dict[int, tuple[np.ndarray
     ("world_size", "changes"),
     [
         (1, PACKED),
-        pytest.param(1, CHUNKED, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.full),
+        full(1, CHUNKED),
+        full(2, {}),
         (2, layout(tp=2) | PACKED | CHUNKED),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2, vpp=2) | PACKED | CHUNKED, marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
+        full(2, layout(tp=2)),
+        full(2, layout(pp=2)),
+        slow(2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
+        slow(2, layout(ep=2)),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: Seen) -> None:

@@ -22,9 +22,7 @@ ENDS = dataclasses.replace(SAMPLING, max_new_tokens=24, temperature=1.0, stop_to
 def captured_and_own(policy: PolicyConfig, passes_kept: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return, for each sequence, the routes of generation, and those of a pass over it alone.
 
-    Args:
-        policy: The configuration.
-        passes_kept: Passes until routes are brought together; None: the shipped number.
+    Routes are brought together after so many passes; None stands for the shipped number.
     """
     with parallel_job(policy), pytest.MonkeyPatch.context() as patch:
         if passes_kept is not None:

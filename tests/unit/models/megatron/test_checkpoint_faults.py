@@ -18,6 +18,7 @@ from tests.support.checkpoint_run import (
     train_from_weights,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import tiny_policy
 from tests.support.training_run import RunSettings
 
@@ -55,17 +56,30 @@ OBSTACLES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
 ]
 
 
+def new_folder(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def saved(folder: Path, settings: RunSettings = SETTINGS, with_optimizer: bool = True) -> Path:
+    assert run_ranks(save_once, 2, settings, str(new_folder(folder)), with_optimizer) == [None, None]
+    return folder
+
+
+def problems_of_both(*folders: Path, largest_file: int | None = None) -> list[str]:
+    """What both ranks say of saving into each folder."""
+    first, second = run_ranks(problems_of_saving, 2, SETTINGS, [[str(folder)] * 2 for folder in folders], largest_file)
+    assert first == second
+    return list(first)
+
+
 def test_a_checkpoint_that_cannot_be_written_is_reported_by_all_ranks_and_the_next_one_is_whole(tmp_path: Path) -> None:
     folders = []
     for number, (put_in_the_way, _) in enumerate(OBSTACLES):
-        folders.append(tmp_path / f"step_{number}")
-        folders[-1].mkdir()
+        folders.append(new_folder(tmp_path / f"step_{number}"))
         put_in_the_way(folders[-1])
-    with_room = tmp_path / "with_room"
-    with_room.mkdir()
-    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(folder)] * 2 for folder in [*folders, with_room]])
-    assert found[0] == found[1]
-    *problems, last = found[0]
+    with_room = new_folder(tmp_path / "with_room")
+    *problems, last = problems_of_both(*folders, with_room)
     for problem, (_, words) in zip(problems, OBSTACLES, strict=True):
         assert all(word in problem for word in words), problem
         assert "\n" not in problem
@@ -75,24 +89,17 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_by_all_ranks_and_the_ne
 
 @pytest.mark.full
 def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
-    full, with_room = small_disk / "step", tmp_path / "step"
-    full.mkdir()
-    with_room.mkdir()
-    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(full)] * 2, [str(with_room)] * 2])
-    assert found[0] == found[1]
-    assert "rank 0: " in found[0][0]
-    assert found[0][1] == "saved"
+    problem, last = problems_of_both(new_folder(small_disk / "step"), new_folder(tmp_path / "step"))
+    assert "rank 0: " in problem
+    assert last == "saved"
 
 
 @pytest.mark.full
 def test_a_file_that_may_not_grow_on_one_rank(tmp_path: Path) -> None:
-    folders = [tmp_path / "limited", tmp_path / "free"]
-    for folder in folders:
-        folder.mkdir()
-    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(folder)] * 2 for folder in folders], 50_000)
-    assert found[0] == found[1]
-    assert found[0][0].startswith("rank 1: ")
-    assert found[0][1] == "saved"
+    folders = [new_folder(tmp_path / name) for name in ("limited", "free")]
+    problem, last = problems_of_both(*folders, largest_file=50_000)
+    assert problem.startswith("rank 1: ")
+    assert last == "saved"
 
 
 def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
@@ -102,9 +109,7 @@ def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_share_the_folder_save_nothing(tmp_path: Path) -> None:
-    own, other, missing = tmp_path / "own", tmp_path / "other", tmp_path / "missing"
-    own.mkdir()
-    other.mkdir()
+    own, other, missing = new_folder(tmp_path / "own"), new_folder(tmp_path / "other"), tmp_path / "missing"
     found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(own), str(other)], [str(own), str(missing)]])
     assert found[0] == found[1]
     assert "that rank 1 has written; all ranks must share the folder" in found[0][0]
@@ -115,35 +120,27 @@ def test_ranks_that_do_not_share_the_folder_save_nothing(tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None:
-    saved, stranger, half = tmp_path / "saved", tmp_path / "stranger", tmp_path / "half"
-    for folder in (saved, stranger):
-        folder.mkdir()
-        assert run_ranks(save_once, 2, SETTINGS, str(folder)) == [None, None]
-    shutil.copytree(saved, half)
+    first_folder, stranger = saved(tmp_path / "saved"), saved(tmp_path / "stranger")
+    half = shutil.copytree(first_folder, tmp_path / "half")
     (half / "__0_0.distcp").unlink()
     for second, words in (
         (tmp_path / "missing", "on rank 1; every rank must reach the folder"),
         (half, "__0_0.distcp: cannot be read"),
         (stranger, "rank 1 finds another checkpoint than rank 0"),
     ):
-        first, last = run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(saved), str(second)])
-        assert first.replace(str(saved), str(second)) == last.replace(str(saved), str(second))
+        first, last = run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(first_folder), str(second)])
+        assert first.replace(str(first_folder), str(second)) == last.replace(str(first_folder), str(second))
         assert words in first
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "changes", [{}, pytest.param({"precision": "bfloat16"}, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize("changes", [{}, full({"precision": "bfloat16"})], ids=["float32", "bfloat16"])
 def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Weights alone: nothing but the optimizer's own state could keep what was read of the damaged one."""
     settings = RunSettings(tiny_policy(2, **changes))
-    damaged, weights = tmp_path / "damaged", tmp_path / "weights"
-    for folder, with_optimizer in ((damaged, True), (weights, False)):
-        folder.mkdir()
-        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
+    damaged, weights = saved(tmp_path / "damaged", settings), saved(tmp_path / "weights", settings, False)
     names = []
     for name, entry in read_inventory(damaged).items():
         start = 0
@@ -168,10 +165,7 @@ def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
 def test_what_is_listed_otherwise_than_it_is_read_is_compared_too(tmp_path: Path) -> None:
     """A list whose parts are other stretches than the tensors: two tensors in each."""
     settings = RunSettings(tiny_policy(2))
-    damaged, weights = tmp_path / "damaged", tmp_path / "weights"
-    for folder, with_optimizer in ((damaged, True), (weights, False)):
-        folder.mkdir()
-        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
+    damaged, weights = saved(tmp_path / "damaged", settings), saved(tmp_path / "weights", settings, False)
     pairs: dict[str, list[Part]] = {}
     for name, entry in read_inventory(damaged).items():
         content = (damaged / name).read_bytes()

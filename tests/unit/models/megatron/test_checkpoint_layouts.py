@@ -23,17 +23,14 @@ from tests.support.checkpoint_run import (
     train_and_save,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, ZERO_1
 
 SAVE_AFTER, NUM_STEPS = 2, 4
-ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 BFLOAT16 = {"precision": "bfloat16"}
-EXPERT_BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_bias_update_rate": 0.05,
-}
+MOVED_BIAS = {**EXPERT_BIAS, "moe_router_bias_update_rate": 0.05}
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,12 @@ class Job:
     def __str__(self) -> str:
         sizes = "".join(f"{name}{size}" for name, size in self.sizes.items())
         return "-".join(
-            filter(None, [f"{self.num_ranks}", sizes, "zero" if ZERO.items() <= self.settings.items() else ""])
+            filter(None, [f"{self.num_ranks}", sizes, "zero" if ZERO_1.items() <= self.settings.items() else ""])
         )
 
 
-@dataclass(frozen=True)
-class Written:
-    """A checkpoint, and what the run that saved it has measured after it."""
-
-    folder: Path
-    steps: Steps
+Written = tuple[Path, Steps]
+"""A checkpoint, and what the run that saved it has measured after it."""
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +63,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], Written
     done: dict[str, Written] = {}
 
     def save(job: Job) -> Written:
-        key = repr(job)
-        if key not in done:
+        if repr(job) not in done:
             folder = tmp_path_factory.mktemp("written")
-            found: list[Steps] = run_ranks(
-                train_and_save, job.num_ranks, job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS
-            )
+            arguments = job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS
+            found: list[Steps] = run_ranks(train_and_save, job.num_ranks, *arguments)
             assert all(steps == found[0] for steps in found)
-            done[key] = Written(folder, found[0][SAVE_AFTER:])
-        return done[key]
+            done[repr(job)] = folder, found[0][SAVE_AFTER:]
+        return done[repr(job)]
 
     return save
 
@@ -104,77 +95,68 @@ def largest_difference(found: Steps, expected: Steps) -> float:
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(Job(), marks=pytest.mark.slow),
-        pytest.param(Job(2, {}, ZERO), marks=pytest.mark.slow),
-        Job(2, {"ep": 2}, {**ZERO, **EXPERT_BIAS}),
-        pytest.param(Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
-        pytest.param(Job(2, {"tp": 2}, ZERO), marks=pytest.mark.full),
-        pytest.param(Job(2, {}, {**BFLOAT16, **ZERO}), marks=pytest.mark.slow),
-        pytest.param(Job(2, {}, BFLOAT16), marks=pytest.mark.slow),
-        pytest.param(Job(2, {}, {"layer_spec": "local"}), marks=pytest.mark.slow),
+        slow(Job()),
+        slow(Job(2, {}, ZERO_1)),
+        Job(2, {"ep": 2}, {**ZERO_1, **MOVED_BIAS}),
+        slow(Job(2, {"pp": 2, "vpp": 2})),
+        full(Job(2, {"tp": 2}, ZERO_1)),
+        slow(Job(2, {}, {**BFLOAT16, **ZERO_1})),
+        slow(Job(2, {}, BFLOAT16)),
+        slow(Job(2, {}, {"layer_spec": "local"})),
         # Draws random numbers in every step.
-        pytest.param(Job(2, {}, {"moe_router_force_load_balancing": True}), marks=pytest.mark.slow),
-        pytest.param(Job(4, {"tp": 2, "pp": 2}, ZERO), marks=pytest.mark.slow),
-        pytest.param(Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
+        slow(Job(2, {}, {"moe_router_force_load_balancing": True})),
+        slow(Job(4, {"tp": 2, "pp": 2}, ZERO_1)),
+        slow(Job(4, {"pp": 2, "ep": 2}, ZERO_1)),
     ],
     ids=str,
 )
 def test_the_same_layout_goes_on_to_the_last_bit(job: Job, written: Callable[[Job], Written]) -> None:
-    checkpoint = written(job)
-    assert resume(job, checkpoint.folder) == checkpoint.steps
-    assert len({step["lr"] for step in checkpoint.steps}) == NUM_STEPS - SAVE_AFTER, "the schedule moves"
+    folder, steps = written(job)
+    assert resume(job, folder) == steps
+    assert len({step["lr"] for step in steps}) == NUM_STEPS - SAVE_AFTER, "the schedule moves"
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        pytest.param(Job(), Job(2, {"ep": 2}), marks=pytest.mark.slow),
-        pytest.param(Job(), Job(2, {"pp": 2}), marks=pytest.mark.full),
-        pytest.param(Job(), Job(2, {"tp": 2}), marks=pytest.mark.slow),
-        pytest.param(Job(1, {}, ZERO), Job(2, {}, ZERO), marks=pytest.mark.slow),
-        pytest.param(Job(2, {"ep": 2}, ZERO), Job(1, {}, ZERO), marks=pytest.mark.full),
-        pytest.param(Job(2, {"pp": 2}, ZERO), Job(2, {"ep": 2}, ZERO), marks=pytest.mark.slow),
-        pytest.param(Job(2, {}, ZERO), Job(2, {"tp": 2}, ZERO), marks=pytest.mark.slow),
-        pytest.param(Job(2, {}, ZERO), Job(2), marks=pytest.mark.slow),
-        pytest.param(Job(2), Job(2, {}, ZERO), marks=pytest.mark.slow),
+        slow(Job(), Job(2, {"ep": 2})),
+        full(Job(), Job(2, {"pp": 2})),
+        slow(Job(), Job(2, {"tp": 2})),
+        slow(Job(1, {}, ZERO_1), Job(2, {}, ZERO_1)),
+        full(Job(2, {"ep": 2}, ZERO_1), Job(1, {}, ZERO_1)),
+        slow(Job(2, {"pp": 2}, ZERO_1), Job(2, {"ep": 2}, ZERO_1)),
+        slow(Job(2, {}, ZERO_1), Job(2, {"tp": 2}, ZERO_1)),
+        slow(Job(2, {}, ZERO_1), Job(2)),
+        slow(Job(2), Job(2, {}, ZERO_1)),
         # Vocabulary rows that only fill up, tied embeddings, Megatron-Core's own experts.
-        pytest.param(
-            Job(2, {"tp": 2}, ZERO, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65}), marks=pytest.mark.full
-        ),
-        (Job(2, {"pp": 2}, ZERO, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
-        pytest.param(Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2}), marks=pytest.mark.slow),
-        pytest.param(Job(), Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
-        pytest.param(Job(2, {"pp": 2, "first": 3}, ZERO), Job(2, {"pp": 2, "last": 3}, ZERO), marks=pytest.mark.full),
-        pytest.param(Job(2, {"tp": 2, "etp": 2}), Job(), marks=pytest.mark.slow),
-        pytest.param(Job(1, {}, ZERO), Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
-        pytest.param(Job(4, {"tp": 2, "pp": 2}, ZERO), Job(1, {}, ZERO), marks=pytest.mark.slow),
+        full(Job(2, {"tp": 2}, ZERO_1, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
+        (Job(2, {"pp": 2}, ZERO_1, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
+        slow(Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2})),
+        slow(Job(), Job(2, {"pp": 2, "vpp": 2})),
+        full(Job(2, {"pp": 2, "first": 3}, ZERO_1), Job(2, {"pp": 2, "last": 3}, ZERO_1)),
+        slow(Job(2, {"tp": 2, "etp": 2}), Job()),
+        slow(Job(1, {}, ZERO_1), Job(4, {"pp": 2, "ep": 2}, ZERO_1)),
+        slow(Job(4, {"tp": 2, "pp": 2}, ZERO_1), Job(1, {}, ZERO_1)),
+        # The bias moves with its experts.
+        full(Job(2, {}, MOVED_BIAS), Job(2, {"ep": 2}, MOVED_BIAS)),
     ],
     ids=str,
 )
 def test_another_layout_goes_on_within_rounding(writer: Job, reader: Job, written: Callable[[Job], Written]) -> None:
-    checkpoint = written(writer)
-    assert largest_difference(resume(reader, checkpoint.folder), checkpoint.steps) < 5e-6
-
-
-@pytest.mark.full
-def test_an_expert_bias_moves_with_its_experts(written: Callable[[Job], Written]) -> None:
-    checkpoint = written(Job(2, {}, EXPERT_BIAS))
-    found = resume(Job(2, {"ep": 2}, EXPERT_BIAS), checkpoint.folder)
-    assert largest_difference(found, checkpoint.steps) < 5e-6
+    folder, steps = written(writer)
+    assert largest_difference(resume(reader, folder), steps) < 5e-6
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "settings",
-    [ZERO, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, BFLOAT16, {**BFLOAT16, **ZERO}))],
-    ids=str,
+    "settings", [ZERO_1, *(slow(each) for each in ({}, BFLOAT16, {**BFLOAT16, **ZERO_1}))], ids=str
 )
 def test_every_parameter_has_a_step_count_of_its_own(
     settings: Mapping[str, Any], written: Callable[[Job], Written]
 ) -> None:
     """A shared count would grow by as many as it has owners; a lost one would begin Adam's bias correction anew."""
     job = Job(2, {}, settings)
-    folder = str(written(job).folder)
+    folder = str(written(job)[0])
     for counts, num_tensors, num_updates in run_ranks(adam_steps_after_loading, 2, job.run_settings(), folder):
         assert set(counts) == {SAVE_AFTER + 1.0}
         assert num_tensors == len(counts) > 1
@@ -189,15 +171,7 @@ def test_an_optimizer_that_counts_by_group_is_reported_before_its_first_step() -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(),
-        pytest.param(Job(2, {}, ZERO), marks=pytest.mark.slow),
-        pytest.param(Job(1, {}, BFLOAT16), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("job", [Job(), slow(Job(2, {}, ZERO_1)), slow(Job(1, {}, BFLOAT16))], ids=str)
 def test_a_checkpoint_from_before_the_first_update(job: Job, tmp_path: Path) -> None:
     """The first update was left out: the optimizer had no state yet when it was saved."""
     settings = job.run_settings()
@@ -215,7 +189,7 @@ def test_random_states_that_a_checkpoint_lacks_stay_as_they_are(tmp_path: Path) 
 
 def test_weights_alone(written: Callable[[Job], Written]) -> None:
     """The loss goes on where it was; the optimizer begins anew, so the step after that differs."""
-    checkpoint = written(Job())
-    expected, found = checkpoint.steps, resume(Job(2, {"ep": 2}), checkpoint.folder, with_optimizer=False)
+    folder, expected = written(Job())
+    found = resume(Job(2, {"ep": 2}), folder, with_optimizer=False)
     assert math.isclose(found[0]["loss"], expected[0]["loss"], rel_tol=1e-6)
     assert not math.isclose(found[-1]["loss"], expected[-1]["loss"], rel_tol=1e-4)

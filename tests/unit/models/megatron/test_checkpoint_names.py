@@ -17,8 +17,9 @@ from nemo_rl_moe.models.megatron.checkpoint import contents
 from nemo_rl_moe.models.megatron.checkpoint.index import check_folder
 from tests.support.checkpoint_run import load_weights_alone, problems_of_loading, save_once
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.quick_list import full
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import RunSettings, shard_of_step, tiny_trainer
 
 # isort: split
 
@@ -63,8 +64,7 @@ def save_under_each_name(
         into own modules; those of the run that goes on are under "".
     """
     names, steps = {}, {}
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
 
         def train(step: int) -> tuple[float, ...]:
             result = trainer.train([shard_of_step(trainer, settings, step)], sft_loss)
@@ -103,11 +103,10 @@ DENSE_LAYER, MOE_LAYER = "decoder.layers.0.", "decoder.layers.1."
             {"mlp.linear_fc1.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight"},
             {"pre_mlp_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"},
         ),
-        pytest.param(
+        full(
             RunSettings(tiny_policy(), model="deepseek_v3"),
             {"pre_mlp_layernorm.weight", "self_attention.kv_layernorm.weight"},
             {"pre_mlp_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"},
-            marks=pytest.mark.full,
         ),
     ],
     ids=["experts", "latent attention"],

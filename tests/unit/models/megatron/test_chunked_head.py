@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.quick_list import full, slow
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 from tests.unit.models.megatron.test_entropy_head import EntropyBonus
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 # Columns times rows are no multiple of the chunk; a row of the vocabulary is padding.
 COLUMNS, ROWS, HIDDEN, VOCABULARY, CHUNK, TEMPERATURE = 8, 3, 6, 17, 7, 0.7
@@ -49,15 +51,24 @@ def numbers(dtype: torch.dtype = torch.float64) -> Numbers:
     )
 
 
-def by_autograd(given: Numbers) -> tuple[Any, ...]:
-    """Log-probabilities, greedy matches, entropies, gradients of hidden states and weight, all logits at a time."""
+def whole_logits(given: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and weight that gradients come back to, and all logits at a time, in float64."""
     hidden, weight = (values.double().requires_grad_() for values in (given.hidden, given.weight))
-    log_p = (hidden @ weight[:VOCABULARY].T / TEMPERATURE).log_softmax(-1).transpose(0, 1)
+    return hidden, weight, (hidden @ weight[:VOCABULARY].T / TEMPERATURE).transpose(0, 1)
+
+
+def as_arrays(*values: Tensor | None) -> tuple[np.ndarray, ...]:
+    return tuple(value.detach().numpy() for value in values if value is not None)
+
+
+def by_autograd(given: Numbers) -> tuple[np.ndarray, ...]:
+    """Log-probabilities, greedy matches, entropies, gradients of hidden states and weight."""
+    hidden, weight, logits = whole_logits(given)
+    log_p = logits.log_softmax(-1)
     logprobs = log_p.gather(-1, given.labels[..., None])[..., 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     ((logprobs * given.of_logprobs).sum() + (entropy * given.of_entropy).sum()).backward()
-    found = (logprobs, log_p.argmax(-1) == given.labels, entropy, hidden.grad, weight.grad)
-    return tuple(values.detach().numpy() for values in found if values is not None)
+    return as_arrays(logprobs, log_p.argmax(-1) == given.labels, entropy, hidden.grad, weight.grad)
 
 
 def masked(rank: int, world_size: int) -> Any:
@@ -68,55 +79,60 @@ def masked(rank: int, world_size: int) -> Any:
     return mask_logits
 
 
-def head_of_rank(
-    rank: int, world_size: int, given: Numbers, *, sequence_parallel: bool, candidate_ids: Tensor | None = None
-) -> tuple[Any, Tensor, Tensor]:
-    """Return what `chunked_token_statistics` finds, with gradients for this rank's hidden states and weight."""
-    hidden = given.hidden.chunk(world_size)[rank] if sequence_parallel else given.hidden
-    hidden = hidden.clone().requires_grad_()
-    weight = given.weight.chunk(world_size)[rank].clone().requires_grad_()
-    model = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=sequence_parallel),
-        share_embeddings_and_output_weights=False,
-        output_layer=SimpleNamespace(weight=weight),
-        mask_logits=masked(rank, world_size),
-        logprob_chunk_size=CHUNK,
-    )
-    found = chunked_token_statistics(
-        model, hidden, given.labels, TEMPERATURE, with_entropy=True, candidate_ids=candidate_ids
-    )
-    return found, hidden, weight
+@dataclass(frozen=True)
+class RankHead:
+    """The output layer of one rank, and the hidden states that it is given."""
+
+    model: Any
+    hidden: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, given: Numbers, *, sequence_parallel: bool) -> "RankHead":
+        hidden = given.hidden.chunk(world_size)[rank] if sequence_parallel else given.hidden
+        weight = given.weight.chunk(world_size)[rank].clone().requires_grad_()
+        model = SimpleNamespace(
+            config=SimpleNamespace(sequence_parallel=sequence_parallel),
+            share_embeddings_and_output_weights=False,
+            output_layer=SimpleNamespace(weight=weight),
+            mask_logits=masked(rank, world_size),
+            logprob_chunk_size=CHUNK,
+        )
+        return cls(model, hidden.clone().requires_grad_(), weight)
+
+    def statistics(self, given: Numbers, candidate_ids: Tensor | None = None) -> Any:
+        return chunked_token_statistics(
+            self.model, self.hidden, given.labels, TEMPERATURE, with_entropy=True, candidate_ids=candidate_ids
+        )
 
 
-def in_chunks(world_size: int, dtype: torch.dtype, sequence_parallel: bool) -> tuple[Any, ...]:
+def in_chunks(world_size: int, dtype: torch.dtype, sequence_parallel: bool) -> tuple[np.ndarray, ...]:
     with parallel_job(tiny_policy(world_size, **layout(tp=world_size))) as rank:
         given = numbers(dtype)
-        found, hidden, weight = head_of_rank(rank, world_size, given, sequence_parallel=sequence_parallel)
-        assert found.entropy is not None
+        head = RankHead.of(rank, world_size, given, sequence_parallel=sequence_parallel)
+        found = head.statistics(given)
         ((found.logprobs * given.of_logprobs).sum() + (found.entropy * given.of_entropy).sum()).backward()
-        values = (found.logprobs, found.greedy_matches, found.entropy, hidden.grad, weight.grad)
+        values = (found.logprobs, found.greedy_matches, found.entropy, head.hidden.grad, head.weight.grad)
         return tuple(value.detach().double().numpy() for value in values if value is not None)
 
 
-def joined(ranks: list[Any], *, sequence_parallel: bool) -> tuple[Any, ...]:
-    """Numbers of all ranks: those of tokens are the same on each, hidden states perhaps cut, weights cut."""
+def assert_same_head(ranks: list[Any], expected: tuple[np.ndarray, ...], *, sequence_parallel: bool) -> None:
+    """Numbers of tokens are the same on each rank; the gradient of hidden states is perhaps cut, that of weights is."""
     for others in ranks[1:]:
-        for ours, theirs in zip(ranks[0][: 3 if sequence_parallel else 4], others, strict=False):
+        for ours, theirs in zip(ranks[0][: -2 if sequence_parallel else -1], others, strict=False):
             np.testing.assert_array_equal(ours, theirs)
-    hidden = np.concatenate([rank[3] for rank in ranks]) if sequence_parallel else ranks[0][3]
-    return *ranks[0][:3], hidden, np.concatenate([rank[4] for rank in ranks])
+    hidden = np.concatenate([rank[-2] for rank in ranks]) if sequence_parallel else ranks[0][-2]
+    found = (*ranks[0][:-2], hidden, np.concatenate([rank[-1] for rank in ranks]))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sequence_parallel"),
-    [pytest.param(1, False, marks=pytest.mark.full), pytest.param(2, False, marks=pytest.mark.full), (2, True)],
-)
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [full(1, False), full(2, False), (2, True)])
 def test_numbers_and_gradients_are_those_of_whole_logits(world_size: int, sequence_parallel: bool) -> None:
     ranks = run_ranks(in_chunks, world_size, world_size, torch.float64, sequence_parallel)
     expected = by_autograd(numbers())
     assert 0 < expected[1].sum() < expected[1].size
-    for ours, theirs in zip(joined(ranks, sequence_parallel=sequence_parallel), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-12, rtol=1e-12)
+    assert_same_head(ranks, expected, sequence_parallel=sequence_parallel)
 
 
 def test_bfloat16_adds_chunks_up_in_float32() -> None:
@@ -127,15 +143,21 @@ def test_bfloat16_adds_chunks_up_in_float32() -> None:
         assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
 
 
-class LargestOfVocabulary(TorchDispatchMode):
-    """Notes how many numbers the largest tensor with columns of the vocabulary holds."""
+class LargestLogits(TorchDispatchMode):
+    """Notes how many numbers the largest tensor with so many columns holds, but for one of so many rows."""
 
-    largest = 0
+    def __init__(self, columns: int, rows_of_weight: int) -> None:
+        super().__init__()
+        self.largest, self._columns, self._rows_of_weight = 0, columns, rows_of_weight
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] == PADDED:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.shape[1:] == (self._columns,)
+                and len(tensor) != self._rows_of_weight
+            ):
                 self.largest = max(self.largest, tensor.numel())
         return result
 
@@ -149,12 +171,12 @@ def memory_of_head() -> tuple[int, int]:
             kept[tensor.data_ptr()] = tensor.nbytes
             return tensor
 
-        with LargestOfVocabulary() as watch:
+        head = RankHead.of(0, 1, given, sequence_parallel=False)
+        with LargestLogits(PADDED, HIDDEN) as watch:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                found, hidden, weight = head_of_rank(0, 1, given, sequence_parallel=False)
+                found = head.statistics(given)
             found.logprobs.sum().backward()
-        kept_for_itself = sum(kept.values()) - hidden.nbytes - weight.nbytes
-        return watch.largest, kept_for_itself
+        return watch.largest, sum(kept.values()) - head.hidden.nbytes - head.weight.nbytes
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
@@ -170,8 +192,7 @@ def updated(world_size: int, changes: dict[str, Any], tied: bool) -> list[tuple[
             policy = tiny_policy(world_size, logprob_chunk_size=chunk, **changes)
             hf_config = tiny_hf_config(vocab_size=61, tie_word_embeddings=tied)
             trainer = MegatronTrainer(policy, hf_config, None, num_steps=10)
-            place = trainer.coordinates
-            shard = shard_of_rank(tiny_batch(3, vocabulary_size=61), place.data_parallel_rank, place.data_parallel_size)
+            shard = shard_for(trainer, tiny_batch(3, vocabulary_size=61))
             result = trainer.train([shard], EntropyBonus())
             weights = [p.detach().float().numpy() for model in trainer.chunks for p in model.parameters()]
             metrics = {name: value for name, value in result.moe_metrics.items() if not name.endswith("seconds")}
@@ -185,11 +206,11 @@ ROUTERS_GRADIENTS = {"router_gradients__every_n_steps": 1}
 @pytest.mark.parametrize(
     ("world_size", "changes", "tied"),
     [
-        pytest.param(1, {"sequence_packing__enabled": True, **ROUTERS_GRADIENTS}, True, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2) | ROUTERS_GRADIENTS, False, marks=pytest.mark.full),
+        full(1, {"sequence_packing__enabled": True, **ROUTERS_GRADIENTS}, True),
+        full(2, layout(tp=2) | ROUTERS_GRADIENTS, False),
         (2, layout(pp=2), True),
-        pytest.param(2, layout(ep=2), False, marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2), True, marks=pytest.mark.slow),
+        slow(2, layout(ep=2), False),
+        slow(2, layout(tp=2), True),
     ],
 )
 def test_updates_and_metrics_are_those_of_whole_logits(world_size: int, changes: dict[str, Any], tied: bool) -> None:

@@ -30,6 +30,7 @@ from tests.support.quick_list import examples
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, full_weights, train_run
 from tests.unit.models.megatron.test_memory_estimate import held_by_rank, run_of
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, PACKED, ZERO_1
 
 CPU = torch.device("cpu")
 
@@ -88,19 +89,16 @@ def test_packed_sequences_are_cut_one_by_one() -> None:
 
 def test_ranks_have_a_mask_together_or_none() -> None:
     """A rank without padding beside one with some: with a mask routers enter further collectives."""
-    batch = TokenBatch(
-        torch.ones(1, 7, dtype=torch.long), torch.tensor([7]), torch.ones(1, 7, dtype=torch.bool), ("a",)
-    )
-    masks = [
-        pack_microbatch(batch, MicrobatchShape(4, place=ContextPlace(rank, 2)), CPU).padding_mask for rank in (0, 1)
-    ]
+    ids = torch.ones(1, 7, dtype=torch.long)
+    batch = TokenBatch(ids, torch.tensor([7]), ids > 0, ("a",))
+    shapes = [MicrobatchShape(4, place=ContextPlace(rank, 2)) for rank in (0, 1)]
+    masks = [pack_microbatch(batch, shape, CPU).padding_mask for shape in shapes]
     assert [None if mask is None else mask.sum().item() for mask in masks] == [1, 0]
 
 
 def test_packed_sequences_fit_with_their_padding() -> None:
-    policy = sharing_sequences(
-        tiny_policy(sequence_packing="{enabled: true, train_mb_tokens: 64, train_mb_patches: null}"), 2
-    )
+    packing = "{enabled: true, train_mb_tokens: 64, train_mb_patches: null}"
+    policy = sharing_sequences(tiny_policy(sequence_packing=packing), 2)
     assert choose_batching(policy, 1) == PackedBatching(64, sequence_multiple=4)
 
 
@@ -116,9 +114,7 @@ def test_attention_that_ranks_cannot_share_is_refused() -> None:
     ]
 
 
-PACKED = {"sequence_packing__enabled": True}
 RECOMPUTED = {"activation_checkpointing": "full"}
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 # Interleaved stages exchange wrongly over gloo where they batch their messages, with one rank a sequence too.
 INTERLEAVED = {"model_overrides": "{batch_p2p_comm: false}"}
 
@@ -149,7 +145,7 @@ def test_ranks_that_share_sequences_train_as_one_does(world_size: int, context: 
 BALANCING = {
     "sequences": {"moe_router_load_balancing_type": "seq_aux_loss"},
     "global_batch": {"moe_router_load_balancing_type": "global_aux_loss"},
-    "bias": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    "bias": EXPERT_BIAS,
 }
 
 

@@ -22,12 +22,10 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model import releases as corrections
 from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
-from nemo_rl_moe.models.megatron.model.releases import (
-    MEGATRON_VERSION,
-    recorded_auxiliary_losses,
-)
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from tests.support.gloo_ranks import RankError, run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import (
     RankRun,
@@ -36,6 +34,7 @@ from tests.support.training_run import (
     difference,
     record_auxiliary_loss,
     shard_of_step,
+    tiny_trainer,
     train_run,
 )
 
@@ -141,9 +140,7 @@ def with_biases(cure: str | None, **sizes: int) -> list[RankRun]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "sizes", [{"tp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=["tp2", "tp2_ep2"]
-)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, slow({"tp": 2, "ep": 2})], ids=["tp2", "tp2_ep2"])
 def test_biases_of_experts_are_not_added_up_over_tensor_parallel_ranks(
     sizes: dict[str, int], one_rank_with_biases: RankRun
 ) -> None:
@@ -220,8 +217,7 @@ def widened(shard: GlobalBatchShard, columns: int) -> GlobalBatchShard:
 
 
 def train_with_more_padding(settings: RunSettings, columns: int) -> tuple[float, dict[str, float]]:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         shard = shard_of_step(trainer, settings, 0)
         result = trainer.train([widened(shard, columns)], sft_loss)
         losses = {name: value for name, value in result.moe_metrics.items() if name.startswith(("load_bal", "z_loss"))}
@@ -229,12 +225,7 @@ def train_with_more_padding(settings: RunSettings, columns: int) -> tuple[float,
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"layer_spec": "local"}, marks=pytest.mark.full),
-        pytest.param({"layer_spec": "auto"}, marks=pytest.mark.slow),
-        {"moe_z_loss_coeff": 0.1},
-    ],
+    "changes", [full({"layer_spec": "local"}), slow({"layer_spec": "auto"}), {"moe_z_loss_coeff": 0.1}]
 )
 def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[str, Any]) -> None:
     settings = RunSettings(tiny_policy(1, moe_router_load_balancing_type="aux_loss", **changes))
@@ -346,10 +337,9 @@ def test_stage_that_recorded_nothing_takes_part_in_the_reduction() -> None:
 
 def train_repeated(policy: PolicyConfig, repetitions: int, scaled: bool) -> float:
     """Gradient norm of a batch whose microbatches all hold the same two sequences."""
-    with parallel_job(policy), ExitStack() as stack:
+    with tiny_trainer(policy) as trainer, ExitStack() as stack:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        trainer = build_trainer(policy)
         if not scaled:
             stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale"))
         pair = tiny_batch(100).select([0, 1])
@@ -369,8 +359,7 @@ def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> No
 
 def train_in_microbatches_of(size: int, policy: PolicyConfig) -> float:
     """Gradient norm of one sequence four times, in microbatches of `size`."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         batch = tiny_batch(100).select([0] * 4)
         microbatches = [list(range(first, first + size)) for first in range(0, 4, size)]
         return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm

@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.cpu.cached_forward import add_experts, has_cach
 from nemo_rl_moe.models.megatron.cpu.functions import rotate
 from nemo_rl_moe.models.megatron.cpu.fused_attention import HeadLayout
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import build_trainer
 
@@ -132,13 +133,13 @@ def uses_cached_forward(policy: PolicyConfig) -> bool:
     ("world_size", "changes", "expected"),
     [
         (1, {"layer_spec": "auto"}, True),
-        pytest.param(1, {"layer_spec": "local"}, False, marks=pytest.mark.full),
+        full(1, {"layer_spec": "local"}, False),
         # Padding would take real tokens' places.
-        pytest.param(1, {"layer_spec": "auto", "moe_expert_capacity_factor": 1.5}, False, marks=pytest.mark.full),
+        full(1, {"layer_spec": "auto", "moe_expert_capacity_factor": 1.5}, False),
         # Each rounding would have to be that of training.
-        pytest.param(1, {"layer_spec": "auto", "precision": "bfloat16"}, False, marks=pytest.mark.full),
-        pytest.param(2, {"layer_spec": "auto", **layout(ep=2)}, True, marks=pytest.mark.full),
-        pytest.param(2, {"layer_spec": "auto", **layout(tp=2)}, True, marks=pytest.mark.full),
+        full(1, {"layer_spec": "auto", "precision": "bfloat16"}, False),
+        full(2, {"layer_spec": "auto", **layout(ep=2)}, True),
+        full(2, {"layer_spec": "auto", **layout(tp=2)}, True),
     ],
 )
 def test_where_it_is_used(world_size: int, changes: dict[str, Any], expected: bool) -> None:

@@ -22,6 +22,7 @@ from nemo_rl_moe.models.megatron.cpu.attention import (
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, cross_entropy
 from nemo_rl_moe.models.megatron.cpu.moe import CombineFunction, DispatchFunction, SwigluExpertsFunction
 from nemo_rl_moe.models.megatron.cpu.spec import FastModule, eligible
+from tests.unit.models.megatron.test_cpu_layers_sinks import by_formula
 
 # isort: split
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -39,6 +40,12 @@ def _gradients(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(output, inputs, weights.to(output.dtype))
 
 
+def _assert_same(output: Tensor, expected: Tensor, *inputs: Tensor) -> None:
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
+    found, wanted = (_gradients(y, *inputs) for y in (output, expected))
+    torch.testing.assert_close(found, wanted, atol=3e-6, rtol=1e-5)
+
+
 def _norm(hidden: int, dtype: torch.dtype = torch.float32, sequence_parallel: bool = False) -> RMSNorm:
     config: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel)
     return RMSNorm(config, hidden, eps=1e-6, has_residual=True, name="norm")
@@ -49,9 +56,7 @@ def test_norm_agrees_with_torch() -> None:
     norm.weight.data += 0.3 * _random(24).detach()
     expected = F.rms_norm(inputs, (24,), norm.weight, 1e-6)
     output = norm(inputs)
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
-    for actual, wanted in zip(*(_gradients(y, inputs, norm.weight) for y in (output, expected)), strict=True):
-        torch.testing.assert_close(actual, wanted, atol=3e-6, rtol=1e-5)
+    _assert_same(output, expected, inputs, norm.weight)
 
 
 def test_norm_of_bfloat16_has_float32_statistics() -> None:
@@ -97,37 +102,13 @@ def test_cross_entropy_agrees_with_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(_gradients(output, logits), _gradients(expected, logits), atol=1e-6, rtol=1e-5)
 
 
-def _attention_by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    heads_per_group = query.shape[2] // key.shape[2]
-    key, value = (tensor.repeat_interleave(heads_per_group, 2) for tensor in (key, value))
-    scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
-    queries, keys = scores.shape[-2:]
-    hidden = torch.arange(keys)[None] > torch.arange(queries)[:, None] + keys - queries
-    context = torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
-    return context.flatten(2)
-
-
-@pytest.mark.parametrize("scale", [None, 0.2])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (1, 6), (1, 1), (3, 6)])
-def test_attention_agrees_with_the_formula(queries: int, keys: int, groups: int, scale: float | None) -> None:
-    query, key, value = _random(queries, 2, 4, 8), _random(keys, 2, groups, 8), _random(keys, 2, groups, 8, seed=1)
-    expected = _attention_by_hand(query, key, value, 8**-0.5 if scale is None else scale)
-    output = causal_attention(query, key, value, scale)
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
-    for actual, wanted in zip(*(_gradients(y, query, key, value) for y in (output, expected)), strict=True):
-        torch.testing.assert_close(actual, wanted, atol=3e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("lengths", [[4, 5, 5], [1, 11, 2]])
 def test_packed_attention_looks_only_inside_a_sequence(lengths: list[int]) -> None:
     query, key, value = _random(14, 4, 8), _random(14, 2, 8), _random(14, 2, 8, seed=1)
     parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), strict=True)
-    expected = torch.cat([_attention_by_hand(*part, 8**-0.5) for part in parts]).squeeze(1)
+    expected = torch.cat([by_formula(*part, None, 8**-0.5, None) for part in parts]).squeeze(1)
     output = packed_attention(causal_attention, query, key, value, lengths)
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
-    for actual, wanted in zip(*(_gradients(y, query, key, value) for y in (output, expected)), strict=True):
-        torch.testing.assert_close(actual, wanted, atol=3e-6, rtol=1e-5)
+    _assert_same(output, expected, query, key, value)
 
 
 def test_both_ways_through_packed_sequences_are_taken() -> None:

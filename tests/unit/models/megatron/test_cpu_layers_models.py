@@ -30,6 +30,7 @@ from tests.support.cpu_layers import (
     token_batch,
     train_once,
 )
+from tests.unit.models.megatron.tiny_trainers import WITHOUT_LOSSES
 
 # isort: split
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -58,7 +59,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "dense": {"num_moe_experts": None, "moe_router_load_balancing_type": "none", "moe_ffn_hidden_size": None},
     "moe": {},
-    "no auxiliary loss": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+    "no auxiliary loss": WITHOUT_LOSSES,
     "dense and moe layers": {"moe_layer_freq": [0, 1]},
     "softmax before top-k, scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
     "loss per token": {"calculate_per_token_loss": True},
@@ -75,18 +76,32 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [0.05, 0.02, 0.03],
     },
     "z loss": {"moe_z_loss_coeff": 0.01},
+    "positions of images": {"mrope_section": [1, 2, 1], **WITHOUT_LOSSES},
 }
+
+
+def assert_same_training(actual: Any, expected: Any, atol: float = 5e-7) -> None:
+    """Losses and auxiliary losses; gradients within the tolerance."""
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
+    assert_same(actual[1], expected[1], atol=atol)
+    assert_same(actual[2], expected[2], atol=1e-6, rtol=1e-6)
+
+
+def trained_both_ways(config: Any, batch: Any, shared: bool = False, **inputs: Any) -> tuple[Any, Any, Any]:
+    """Return the model with the fast modules, what it trains, and what the stock one does."""
+    stock, fast = (build(config, fast=fast, share_embeddings_and_output_weights=shared) for fast in (False, True))
+    expected = train_once(stock, batch, megatron_causal_mask(SEQUENCE), **inputs)
+    return fast, train_once(fast, batch, **inputs), expected
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_agrees_with_stock_modules(name: str, attention_path: None) -> None:
-    config = make_config(**CONFIGURATIONS[name])
     batch = token_batch()
-    expected = train_once(build(config, fast=False), batch, megatron_causal_mask(SEQUENCE))
-    actual = train_once(build(config, fast=True), batch)
-    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
-    assert_same(actual[1], expected[1], atol=5e-7)
-    assert_same(actual[2], expected[2], atol=1e-6, rtol=1e-6)
+    if name == "positions of images":
+        batch["position_ids"] = image_positions(*batch["input_ids"].shape)
+    fast, actual, expected = trained_both_ways(make_config(**CONFIGURATIONS[name]), batch)
+    assert_same_training(actual, expected)
+    assert isinstance(fast.decoder.layers[0].self_attention, FastSelfAttention)
 
 
 def test_logits_agree() -> None:
@@ -100,16 +115,11 @@ def test_logits_agree() -> None:
 
 
 def test_padding_mask_changes_only_the_auxiliary_loss() -> None:
-    config, batch = make_config(), token_batch()
+    batch = token_batch()
     padding = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     padding[0, -5:] = padding[2, -1:] = True
-    causal = megatron_causal_mask(SEQUENCE)
-    expected = train_once(build(config, fast=False), batch, causal, padding_mask=padding)
-    fast = build(config, fast=True)
-    actual = train_once(fast, batch, padding_mask=padding)
-    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
-    assert_same(actual[1], expected[1], atol=2e-7)
-    assert_same(actual[2], expected[2], atol=1e-6, rtol=1e-6)
+    fast, actual, expected = trained_both_ways(make_config(), batch, padding_mask=padding)
+    assert_same_training(actual, expected, atol=2e-7)
     without = train_once(fast, batch)
     assert torch.equal(without[0], actual[0])
     assert not torch.allclose(without[2]["load_balancing_loss"], actual[2]["load_balancing_loss"])
@@ -130,40 +140,6 @@ def image_positions(rows: int, columns: int) -> torch.Tensor:
     return torch.randint(0, 2 * columns, (3, rows, columns), generator=torch.Generator().manual_seed(8))
 
 
-MROPE = {
-    "mrope_section": [1, 2, 1],
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-}
-
-
-def test_positions_of_images_agree(attention_path: None) -> None:
-    config, batch = make_config(**MROPE), token_batch()
-    batch["position_ids"] = image_positions(*batch["input_ids"].shape)
-    expected = train_once(build(config, fast=False), batch, megatron_causal_mask(SEQUENCE))
-    fast = build(config, fast=True)
-    assert isinstance(fast.decoder.layers[0].self_attention, FastSelfAttention)
-    actual = train_once(fast, batch)
-    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
-    assert_same(actual[1], expected[1], atol=5e-7)
-
-
-@pytest.mark.parametrize("lengths", [[5, 9, 3, 7], [8, 8, 8], [1, 20, 2, 1]])
-def test_packed_positions_of_images_agree_with_one_by_one(lengths: list[int], attention_path: None) -> None:
-    config = make_config(**MROPE)
-    batch = token_batch(1, sum(lengths))
-    batch["position_ids"] = image_positions(*batch["input_ids"].shape)
-    stock = build(config, fast=False).train()
-    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    parts = [{name: values[..., start:end] for name, values in batch.items()} for start, end in pairwise(bounds)]
-    masks = map(megatron_causal_mask, lengths)
-    expected = torch.cat([stock(**part, attention_mask=mask) for part, mask in zip(parts, masks, strict=True)], 1)
-    expected.mean().backward()
-    actual, grads, _ = train_once(build(config, fast=True), batch, packed_seq_params=_pack(lengths, max(lengths)))
-    torch.testing.assert_close(actual, expected.detach(), atol=1e-6, rtol=1e-6)
-    assert_same(grads, gradients(stock), atol=3e-7)
-
-
 def _pack(lengths: list[int], longest: int) -> PackedSeqParams:
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return PackedSeqParams(
@@ -171,19 +147,22 @@ def _pack(lengths: list[int], longest: int) -> PackedSeqParams:
     )
 
 
+@pytest.mark.parametrize("of_images", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 9, 3, 7], [8, 8, 8], [24], [1, 20, 2, 1]])
-def test_packed_sequences_agree_with_one_by_one(lengths: list[int], attention_path: None) -> None:
+def test_packed_sequences_agree_with_one_by_one(lengths: list[int], of_images: bool, attention_path: None) -> None:
     # Auxiliary losses differ between one microbatch and several: off here.
-    config = make_config(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
+    config = make_config(**CONFIGURATIONS["positions of images" if of_images else "no auxiliary loss"])
     total = sum(lengths)
     batch = token_batch(1, total)
+    if of_images:
+        batch["position_ids"] = image_positions(1, total)
     stock, fast = build(config, fast=False).train(), build(config, fast=True).train()
-    start, losses = 0, []
-    for length in lengths:
-        part = {name: tensor[:, start : start + length] for name, tensor in batch.items()}
-        part["position_ids"] = torch.arange(length)[None]
-        losses.append(stock(**part, attention_mask=megatron_causal_mask(length)))
-        start += length
+    losses = []
+    for start, end in pairwise(torch.tensor([0, *lengths]).cumsum(0).tolist()):
+        part = {name: values[..., start:end] for name, values in batch.items()}
+        if not of_images:
+            part["position_ids"] = torch.arange(end - start)[None]
+        losses.append(stock(**part, attention_mask=megatron_causal_mask(end - start)))
     expected = torch.cat(losses, 1)
     expected.mean().backward()
     # Positions from the start of each sequence, or (as long as the pack) through it: only differences matter.
@@ -206,9 +185,7 @@ def test_packed_sequences_through_the_stock_forward_pass() -> None:
 
 def test_bfloat16_is_close() -> None:
     config = make_config(params_dtype=torch.bfloat16, bf16=True)
-    batch = token_batch()
-    expected = train_once(build(config, fast=False), batch, megatron_causal_mask(SEQUENCE))
-    actual = train_once(build(config, fast=True), batch)
+    _, actual, expected = trained_both_ways(config, token_batch())
     torch.testing.assert_close(actual[0].float(), expected[0].float(), atol=0.03, rtol=0.02)
     for name, grad in expected[1].items():
         difference = (actual[1][name].float() - grad.float()).norm() / grad.float().norm().clamp(min=1e-6)
@@ -216,12 +193,8 @@ def test_bfloat16_is_close() -> None:
 
 
 def test_tied_embeddings() -> None:
-    config = make_config()
-    batch = token_batch()
-    mask = megatron_causal_mask(SEQUENCE)
-    expected = train_once(build(config, fast=False, share_embeddings_and_output_weights=True), batch, mask)
-    actual = train_once(build(config, fast=True, share_embeddings_and_output_weights=True), batch)
-    assert_same(actual[1], expected[1], atol=2e-7)
+    _, actual, expected = trained_both_ways(make_config(), token_batch(), shared=True)
+    assert_same_training(actual, expected, atol=2e-7)
 
 
 def test_evaluation_records_no_auxiliary_loss_but_the_indices() -> None:

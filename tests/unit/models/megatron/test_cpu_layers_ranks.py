@@ -16,7 +16,6 @@ from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, r
 from tests.support.cpu_layers import (
     BATCH,
     SEQUENCE,
-    assert_same,
     build,
     gradients,
     layout,
@@ -27,6 +26,7 @@ from tests.support.cpu_layers import (
     train_once,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.unit.models.megatron.test_cpu_layers_models import assert_same_training
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -45,12 +45,12 @@ def _expert_parallel() -> None:
         batch["input_ids"] = (batch["input_ids"] + 7 * dist.get_rank()) % 45
         expected = train_once(stock, batch, megatron_causal_mask(SEQUENCE))
         actual = train_once(fast, batch)
-        _compare(actual, expected)
+        assert_same_training(actual, expected)
         # A rank without any token: both routers send everything to the experts of the first rank.
         for model in (stock, fast):
             for layer in model.decoder.layers:
                 layer.mlp.router.forward = partial(_first_two_experts, layer.mlp.router)
-        _compare(train_once(fast, batch), train_once(stock, batch, megatron_causal_mask(SEQUENCE)))
+        assert_same_training(train_once(fast, batch), train_once(stock, batch, megatron_causal_mask(SEQUENCE)))
 
 
 def _first_two_experts(router: Any, inputs: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
@@ -70,7 +70,7 @@ def _tensor_parallel() -> None:
             batch = token_batch()
             expected = train_once(build(config, fast=False), batch, megatron_causal_mask(SEQUENCE))
             fast = build(config, fast=True)
-            _compare(train_once(fast, batch), expected)
+            assert_same_training(train_once(fast, batch), expected)
             assert fast.decoder.layers[0].input_layernorm.weight.sequence_parallel
             assert isinstance(fast.decoder.layers[0].mlp.experts, GroupedExperts)
 
@@ -96,7 +96,7 @@ def _pipeline(virtual: int | None, **changes: Any) -> None:
             grads = {f"{i}.{name}": grad for i, chunk in enumerate(chunks) for name, grad in gradients(chunk).items()}
             auxiliary = {name: values.clone() for name, values in recorded_auxiliary_losses().items()}
             results.append((torch.stack([entry["loss"] for entry in losses] or [torch.zeros(())]), grads, auxiliary))
-        _compare(results[1], results[0])
+        assert_same_training(results[1], results[0])
 
 
 def _microbatches() -> Any:
@@ -112,12 +112,6 @@ def _forward_step(batches: Any, model: Any) -> Any:
         return output.mean(), {"loss": output.mean().detach().clone()}
 
     return losses, loss_of
-
-
-def _compare(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
-    assert_same(actual[1], expected[1], atol=5e-7)
-    assert_same(actual[2], expected[2], atol=1e-6, rtol=1e-6)
 
 
 def compare_in_every_layout(store: str) -> None:

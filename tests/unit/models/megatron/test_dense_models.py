@@ -13,15 +13,15 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
 from tests.support.family_reference import trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_dense_hf_config, tiny_policy
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_dense_hf_config, tiny_policy
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 
 def train(folder: str, policy: PolicyConfig) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of two steps with all MoE metrics on."""
     with parallel_job(policy):
         trainer = trainer_of(Path(folder), policy, num_steps=5)
-        place = trainer.coordinates
-        shard = shard_of_rank(tiny_batch(11, 61), place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, tiny_batch(11, 61))
         results = [trainer.train([shard], sft_loss) for _ in range(2)]
         assert all(result.moe_metrics == {} and not result.artifacts for result in results)
         return [result.global_loss for result in results], [result.grad_norm for result in results]

@@ -27,14 +27,14 @@ from nemo_rl_moe.weight_sync.transport import TransportSpec
 from nemo_rl_moe.weight_sync.transport_backends import CollectiveTransport, FileTransport, IpcTransport
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.pretended_gpu import PretendedGpu
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy, tiny_policy
-from tests.support.training_run import build_trainer
+from tests.support.training_run import build_trainer, tiny_trainer
 
 
 def both_ways(policy: PolicyConfig) -> tuple[dict[str, str], dict[str, str]]:
     """Return the fingerprints of the tensors that this rank gathers, and of those that it has on its device."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         model = (trainer.chunks, trainer.config, trainer.hf_config)
         return tuple(  # type: ignore[return-value]
             fingerprints_of(gather(*model), "bfloat16") for gather in (tensors_of_this_rank, tensors_on_every_rank)
@@ -45,10 +45,10 @@ def both_ways(policy: PolicyConfig) -> tuple[dict[str, str], dict[str, str]]:
     ("world_size", "sizes"),
     [
         (2, {"ep": 2}),
-        pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
-        pytest.param(2, {"pp": 2}, marks=pytest.mark.full),
-        pytest.param(4, {"tp": 2, "ep": 2, "etp": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2, "pp": 2, "ep": 2}, marks=pytest.mark.slow),
+        full(2, {"tp": 2}),
+        full(2, {"pp": 2}),
+        slow(4, {"tp": 2, "ep": 2, "etp": 2}),
+        slow(4, {"tp": 2, "pp": 2, "ep": 2}),
     ],
 )
 def test_every_rank_has_all_tensors_in_one_order(world_size: int, sizes: dict[str, int]) -> None:
@@ -90,9 +90,7 @@ PACKAGE = "nemo_rl_moe.models.megatron.weights"
 
 
 @pytest.mark.parametrize(
-    "function",
-    [f"{PACKAGE}.hf_broadcast.packed", pytest.param(f"{PACKAGE}.hf_gather._joined", marks=pytest.mark.full)],
-    ids=["packing", "gathering"],
+    "function", [f"{PACKAGE}.hf_broadcast.packed", full(f"{PACKAGE}.hf_gather._joined")], ids=["packing", "gathering"]
 )
 def test_a_rank_without_memory_keeps_nobody_waiting(function: str) -> None:
     policy = tiny_policy(2, **layout(tp=2, etp=2))
@@ -177,7 +175,7 @@ NAMES_AND_ERRORS = {"hf_broadcast.tensors_on_every_rank": 1, "hf_export._problem
 """Objects that ranks tell each other, by NCCL in memory of the device."""
 
 
-@pytest.mark.parametrize("way", ["cuda_ipc", pytest.param("nccl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["cuda_ipc", full("nccl")])
 def test_no_tensor_passes_the_host(way: str, tmp_path: Path) -> None:
     policy = tiny_grpo_policy(1)
     ((copies, waits, num_tensors, num_buckets),) = run_ranks_with_engine(copies_to_the_host, 1, policy, tmp_path, way)

@@ -57,8 +57,7 @@ def test_cache_is_what_the_share_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "utilization", "expected"),
-    [(30, 0.5, 60), (0, 1.0, 15), (30, 1.0, float("inf")), (3, 0.1, 150)],
+    ("held", "utilization", "expected"), [(30, 0.5, 60), (0, 1.0, 15), (30, 1.0, float("inf")), (3, 0.1, 150)]
 )
 def test_devices_that_hold_both(held: int, utilization: float, expected: float) -> None:
     # 150: of which the share of a tenth holds the weights.

@@ -14,14 +14,14 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs, needs_of
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.quick_list import full, slow
+from tests.support.tiny_model import layout, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for
 
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
 MODEL = {"vocab_size": 61}
-PACKED = {"sequence_packing__enabled": True}
-CHUNKED = {"logprob_chunk_size": 7}
 
 
 class EntropyBonus:
@@ -72,11 +72,9 @@ def test_entropy_and_its_gradient_are_those_of_float64() -> None:
 
 
 def trained(policy: PolicyConfig) -> tuple[float, float, float, float]:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(**MODEL), None, num_steps=10)
-        place = trainer.coordinates
+    with tiny_trainer(policy, MODEL) as trainer:
         batch = tiny_batch(3, vocabulary_size=61)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, batch)
         evaluated = trainer.evaluate(shard, EntropyBonus())
         result = trainer.train([shard], EntropyBonus())
         plain = trainer.train([shard], likelihood)
@@ -104,14 +102,10 @@ def test_evaluation_and_training_measure_the_same(expected: tuple[float, ...]) -
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2) | CHUNKED, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
+        full(1, PACKED),
+        *(full(2, changes) for changes in (layout(tp=2), layout(tp=2) | CHUNKED, layout(pp=2, vpp=2), layout(ep=2))),
+        *(slow(2, changes) for changes in ({}, layout(pp=2))),
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[float, ...]) -> None:

@@ -4,88 +4,84 @@
 
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.routing.routers import routers_of
-from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_hf_config
+from tests.support.quick_list import full
+from tests.support.tiny_model import layout, tiny_batch, tiny_grpo_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    EXPERT_BIAS,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    UNTRACKED,
+    load_counts,
+    shard_for,
+    with_random_routes,
+)
 
-NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 RATE = 0.01
-BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_bias_update_rate": RATE,
-}
+BIAS = {**EXPERT_BIAS, "moe_router_bias_update_rate": RATE}
 
 
 @dataclass(frozen=True)
 class Step:
-    """Of one rank: the bias of each of its layers, the load of all, and the metrics."""
+    """Of one rank: its layers' bias before the last update and now, what the routers hold, the load and the metrics."""
 
+    biases: dict[int, np.ndarray]
     bias: dict[int, np.ndarray]
     load: Any
     metrics: dict[str, float]
 
 
-def batch_with_routes(seed: int) -> TokenBatch:
-    """Sequences with experts of the first half alone."""
-    batch = tiny_batch(seed)
-    generator = torch.Generator().manual_seed(seed)
-    shape = (*batch.input_ids.shape, NUM_LAYERS, NUM_EXPERTS // 2)
-    routes = torch.rand(shape, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
-    fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
-    routes = routes.where(fed[:, :, None, None], -1)
-    return batch.with_columns(**{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)})
+def train(policy: Any, steps: list[list[bool]], is_frozen: bool) -> list[Step]:
+    """Train on so many global batches in each step; False: one whose loss is no number.
 
+    Where it is frozen, Megatron-Core does not update the bias.
+    """
+    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
+    with tiny_trainer(policy) as trainer, pytest.MonkeyPatch.context() as patch:
+        if is_frozen:
+            patch.setattr(module, "_update_router_expert_bias", lambda *args, **kwargs: None)
+        found, numbers = [], count()
+        routers: list[Any] = [pair for chunk in trainer.chunks for pair in routers_of(chunk.decoder)]
+        assert trainer.expert_biases() == {}
+        for step in steps:
+            # Experts of the first half alone.
+            batches = [with_random_routes(tiny_batch(n), n, NUM_EXPERTS // 2) for n in islice(numbers, len(step))]
+            shards = [shard_for(trainer, batch) for batch in batches]
+            scales = iter([1.0 if is_good else float("nan") for is_good in step for _ in shards[0].microbatches])
 
-def train(policy: Any, num_steps: int, loss_scale: float) -> list[Step]:
-    def loss(inputs: Any) -> Any:
-        outputs = sft_loss(inputs)
-        return type(outputs)(outputs.loss * loss_scale, outputs.metrics)
+            def loss(inputs: Any, scales: Any = scales) -> Any:
+                outputs = sft_loss(inputs)
+                return type(outputs)(outputs.loss * next(scales), outputs.metrics)
 
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, steps = trainer.coordinates, []
-        routers: list[Any] = [found for chunk in trainer.chunks for found in routers_of(chunk.decoder)]
-        for step in range(num_steps):
-            shard = shard_of_rank(batch_with_routes(step), place.data_parallel_rank, place.data_parallel_size)
-            result = trainer.train([shard], loss)
+            result = trainer.train(shards, loss)
+            assert result.num_skipped_updates == step.count(False)
             bias = {
                 int(layer.key): router.expert_bias.numpy().copy()
                 for layer, router in routers
                 if router.expert_bias is not None
             }
-            load = EXPERT_LOAD.of(result.artifacts)
-            steps.append(Step(bias, None if load is None else load.counts.numpy(), result.moe_metrics))
-        return steps
+            found.append(Step(trainer.expert_biases(), bias, load_counts(result), result.moe_metrics))
+        return found
 
 
-def run(world_size: int = 1, *, num_steps: int = 1, loss_scale: float = 1.0, **changes: Any) -> list[list[Step]]:
-    policy = tiny_grpo_policy(world_size, **{**BIAS, **changes})
-    return run_ranks(train, world_size, policy, num_steps, loss_scale)
+def run(steps: list[list[bool]], world_size: int = 1, is_frozen: bool = False, **changes: Any) -> list[list[Step]]:
+    return run_ranks(train, world_size, tiny_grpo_policy(world_size, **{**BIAS, **changes}), steps, is_frozen)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, {}),
-        (2, layout(pp=2)),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-    ],
+    ("world_size", "changes"), [(1, {}), (2, layout(pp=2)), full(2, layout(ep=2)), full(2, layout(tp=2))]
 )
 def test_metrics_say_how_far_the_bias_has_moved(world_size: int, changes: dict[str, Any]) -> None:
-    ranks = run(world_size, num_steps=3, **changes)
+    ranks = run([[True]] * 3, world_size, **changes)
     before = {layer: np.zeros(NUM_EXPERTS) for layer in range(NUM_LAYERS)}
     for steps in zip(*ranks, strict=True):
         after = {layer: bias for step in steps for layer, bias in step.bias.items()}
@@ -100,81 +96,23 @@ def test_metrics_say_how_far_the_bias_has_moved(world_size: int, changes: dict[s
 
 
 def test_an_update_that_is_left_out_moves_nothing() -> None:
-    ((step,),) = run(loss_scale=float("nan"))
+    ((step,),) = run([[False]])
     assert step.metrics["expert_bias/max_abs_change"] == step.metrics["expert_bias/max_abs"] == 0
 
 
-@pytest.mark.parametrize(
-    "changes", [{"moe_router_enable_expert_bias": False}, {"track_moe_metrics": False, "moe_per_layer_logging": False}]
-)
+@pytest.mark.parametrize("changes", [{"moe_router_enable_expert_bias": False}, UNTRACKED])
 def test_without_a_bias_or_without_tracking_there_are_none(changes: dict[str, Any]) -> None:
-    ((step,),) = run(**changes)
+    ((step,),) = run([[True]], **changes)
     assert not any(name.startswith("expert_bias") for name in step.metrics)
 
 
-@dataclass(frozen=True)
-class Around:
-    """Of one rank after a step: its layers' bias before the last update and now, what the routers hold, and the load
-    and metrics of the step."""
-
-    biases: dict[int, np.ndarray]
-    bias: dict[int, np.ndarray]
-    load: Any
-    metrics: dict[str, float]
-
-
-def train_around(policy: Any, steps: list[list[bool]], is_frozen: bool = False) -> list[Around]:
-    """Train on so many global batches in each step; False: one whose loss is no number.
-
-    Args:
-        is_frozen: Megatron-Core does not update the bias.
-    """
-    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
-    with parallel_job(policy), pytest.MonkeyPatch.context() as patch:
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        if is_frozen:
-            patch.setattr(module, "_update_router_expert_bias", lambda *args, **kwargs: None)
-        place, found, number = trainer.coordinates, [], 0
-        routers: list[Any] = [pair for chunk in trainer.chunks for pair in routers_of(chunk.decoder)]
-        assert trainer.expert_biases() == {}
-        for step in steps:
-            shards = []
-            for _ in step:
-                whole = batch_with_routes(number)
-                shards.append(shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size))
-                number += 1
-            scales = iter([1.0 if is_good else float("nan") for is_good in step for _ in shards[0].microbatches])
-
-            def loss(inputs: Any, scales: Any = scales) -> Any:
-                outputs = sft_loss(inputs)
-                return type(outputs)(outputs.loss * next(scales), outputs.metrics)
-
-            result = trainer.train(shards, loss)
-            assert result.num_skipped_updates == step.count(False)
-            bias = {int(layer.key): router.expert_bias.numpy().copy() for layer, router in routers}
-            load = EXPERT_LOAD.of(result.artifacts)
-            counts = None if load is None else load.counts.numpy()
-            found.append(Around(trainer.expert_biases(), bias, counts, result.moe_metrics))
-        return found
-
-
-def around(steps: list[list[bool]], world_size: int = 1, is_frozen: bool = False, **changes: Any) -> list[list[Around]]:
-    return run_ranks(train_around, world_size, tiny_grpo_policy(world_size, **{**BIAS, **changes}), steps, is_frozen)
-
-
-LAYOUTS = [
-    (1, {}),
-    (2, layout(pp=2)),
-    pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
-    pytest.param(2, layout(ep=2), marks=pytest.mark.full),
-    pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-]
+LAYOUTS = [(1, {}), (2, layout(pp=2)), full(2, layout(pp=2, vpp=2)), full(2, layout(ep=2)), full(2, layout(tp=2))]
 
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
 def test_a_capture_gets_the_bias_before_the_last_update_and_now(world_size: int, changes: dict[str, Any]) -> None:
     is_pipeline = "pipeline_model_parallel_size" in changes
-    ranks = around([[True]] * 3, world_size, **changes)
+    ranks = run([[True]] * 3, world_size, **changes)
     before = dict.fromkeys(range(NUM_LAYERS), np.zeros(NUM_EXPERTS, dtype=np.float32))
     for steps in zip(*ranks, strict=True):
         assert sum(len(step.biases) for step in steps) == NUM_LAYERS * (1 if is_pipeline else world_size)
@@ -187,15 +125,12 @@ def test_a_capture_gets_the_bias_before_the_last_update_and_now(world_size: int,
         before = {layer: step.bias[layer] for step in steps for layer in step.bias}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [(1, {"track_moe_metrics": False, "moe_per_layer_logging": False}), (2, layout(pp=2))],
-)
+@pytest.mark.parametrize(("world_size", "changes"), [(1, UNTRACKED), (2, layout(pp=2))])
 def test_of_several_updates_it_gets_the_last_and_of_a_skipped_one_nothing(
     world_size: int, changes: dict[str, Any]
 ) -> None:
-    singly = around([[True]] * 3, world_size, **changes)
-    together = around([[True, True], [True, False], [False], [False, True]], world_size, **changes)
+    singly = run([[True]] * 3, world_size, **changes)
+    together = run([[True, True], [True, False], [False], [False, True]], world_size, **changes)
     for one, several in zip(singly, together, strict=True):
         np.testing.assert_array_equal(_stacked(several[0]), _stacked(one[1]), "of the second update")
         np.testing.assert_array_equal(_stacked(several[0])[:, 0], _stacked(one[0])[:, 1], "which is after the first")
@@ -205,7 +140,7 @@ def test_of_several_updates_it_gets_the_last_and_of_a_skipped_one_nothing(
         assert not any("expert_bias_frozen_layers" in step.metrics for step in several)
 
 
-def _stacked(step: Around) -> np.ndarray:
+def _stacked(step: Step) -> np.ndarray:
     return np.stack([step.biases[layer] for layer in sorted(step.biases)])
 
 
@@ -213,13 +148,14 @@ def _stacked(step: Around) -> np.ndarray:
 def test_a_bias_that_stands_still_is_the_same_twice_and_without_a_rate_none_is_given(
     world_size: int, changes: dict[str, Any]
 ) -> None:
-    for step, skipped in around([[True, True], [True, False]], world_size, is_frozen=True, **changes):
+    for step, skipped in run([[True, True], [True, False]], world_size, is_frozen=True, **changes):
         assert (np.diff(_stacked(step), axis=1) == 0).all()
         assert step.metrics["expert_bias_frozen_layers"] == NUM_LAYERS
         assert skipped.biases == {}
         assert "expert_bias_frozen_layers" not in skipped.metrics, "of the last update, which says nothing"
-    for (step,) in around([[True]], world_size, moe_router_bias_update_rate=0.0, **changes):
+    for (step,) in run([[True]], world_size, moe_router_bias_update_rate=0.0, **changes):
         assert step.biases == {}
+        assert "expert_bias_frozen_layers" not in step.metrics, "by choice"
 
 
 def towards_even(load: np.ndarray) -> np.ndarray:
@@ -227,9 +163,9 @@ def towards_even(load: np.ndarray) -> np.ndarray:
 
 
 def test_under_replay_the_bias_follows_the_load_that_is_asked_for() -> None:
-    ((without,),) = run()
-    ((live,),) = run(routing_replay="rollout", routing_replay_load="live")
-    ((replayed,),) = run(routing_replay="rollout", routing_replay_load="replayed")
+    ((without,),) = run([[True]])
+    ((live,),) = run([[True]], routing_replay="rollout", routing_replay_load="live")
+    ((replayed,),) = run([[True]], routing_replay="rollout", routing_replay_load="replayed")
     assert replayed.load[:, NUM_EXPERTS // 2 :].sum() < 0.1 * replayed.load.sum(), "the capture names the first half"
     for layer in range(NUM_LAYERS):
         np.testing.assert_allclose(without.bias[layer], towards_even(without.load[layer]), rtol=1e-6)

@@ -29,50 +29,30 @@ TOPK = 2
 
 @dataclass(frozen=True)
 class Variant:
-    """What is trained in a layout, and how its batches are cut.
+    """What is trained in a layout, and how its batches are cut."""
 
-    Attributes:
-        changes: Further settings of the policy.
-        model: Changes to the tiny model.
-        microbatches: Sequences of each microbatch, over all data-parallel ranks; or a planner that cuts them.
-        batch: Arguments of `tiny_batch`.
-        extra_columns: Columns of padding that each microbatch gets beyond its longest sequence.
-        num_steps: Calls of `train`.
-        batches_in_step: Global batches in each call.
-        evaluate: Run an evaluation before and after each step.
-        reference: Name of the variant that one rank must run to see the same tokens and the same weights.
-        same_microbatches: Whether that one's microbatches are the same, and so the auxiliary losses.
-    """
-
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)  # further settings of the policy
     model: Mapping[str, Any] = field(default_factory=dict)
+    # Sequences of each microbatch, over all data-parallel ranks; or a planner that cuts them.
     microbatches: Sequence[Sequence[int]] | Batching = MICROBATCHES
-    batch: Mapping[str, int] = field(default_factory=dict)
-    extra_columns: int = 0
-    num_steps: int = 2
-    batches_in_step: int = 1
-    evaluate: bool = False
-    reference: str = "auto"
-    same_microbatches: bool = True
+    batch: Mapping[str, int] = field(default_factory=dict)  # arguments of `tiny_batch`
+    extra_columns: int = 0  # of padding that each microbatch gets beyond its longest sequence
+    num_steps: int = 2  # calls of `train`
+    batches_in_step: int = 1  # global batches in each call
+    evaluate: bool = False  # before and after each step
+    reference: str = "auto"  # the variant that one rank must run to see the same tokens and the same weights
+    same_microbatches: bool = True  # as that one's, and so the auxiliary losses
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank reports of one step.
+    """What one rank reports of one step."""
 
-    Attributes:
-        layers: Global index of each row.
-        counts: `[layers, experts]`.
-        metrics: All MoE metrics.
-        by_hand: On one rank, the counts as the test worked them out.
-        num_microbatches: Of this data-parallel rank.
-    """
-
-    layers: tuple[int, ...]
-    counts: Counts
+    layers: tuple[int, ...]  # global index of each row
+    counts: Counts  # [layers, experts]
     metrics: dict[str, float]
-    by_hand: Counts | None
-    num_microbatches: int
+    by_hand: Counts | None  # on one rank, the counts as the test worked them out
+    num_microbatches: int  # of this data-parallel rank
 
 
 # Microbatches other than the reference's: the first step alone, because an auxiliary loss of other microbatches moves
@@ -146,13 +126,9 @@ BASE = ("auto", "local", "recompute_full", "packed")
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout and the variants that are tried in it.
+    """A layout, with the variants that are tried in it and those of the slow tests.
 
-    Attributes:
-        world_size: Number of ranks.
-        sizes: As `tests.support.tiny_model.layout` has them.
-        variants: Each variant runs in a layout of several ranks at least, one where it can go wrong.
-        further: Those of the slow tests.
+    Each variant runs in a layout of several ranks at least, one where it can go wrong.
     """
 
     world_size: int
@@ -190,10 +166,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2_ep2": _layout(2, {"tp": 2, "ep": 2}, "auto", "packed", every=BASE),
     "ep2_dp4": _layout(4, {"ep": 2}, "auto", "packed", every=BASE),
     "pp2_ep2": _layout(
-        4,
-        {"pp": 2, "ep": 2},
-        *("auto", "uneven"),
-        every=(*BASE, "recompute_moe", "dense_layers", "uneven"),
+        4, {"pp": 2, "ep": 2}, *("auto", "uneven"), every=(*BASE, "recompute_moe", "dense_layers", "uneven")
     ),
 }
 

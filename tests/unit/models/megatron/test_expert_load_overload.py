@@ -19,16 +19,17 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.metrics.overload_factor import what_if_metrics
 from tests.support.gloo_ranks import run_ranks
 from tests.support.made_runs import predict_overload
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
     parallel_job,
-    shard_of_rank,
     tiny_batch,
     tiny_hf_config,
     tiny_policy,
 )
 from tests.support.training_run import observer_of
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 EXPERTS, TOPK = 8, 2
 # One microbatch with no token at all to train on is as good as any other for the routers.
@@ -37,24 +38,13 @@ KEYS = ("avg_overload_factor", "max_overload_factor", "max_cum_overload_factor")
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank recorded in a step, and where it stands.
+    """What one rank recorded and reported in a step, and its place."""
 
-    Attributes:
-        stage: Pipeline rank.
-        slice_index: Rank in the expert-data-parallel group.
-        expert_rank: Rank in the expert-parallel group.
-        chunk_layers: Global indices of each chunk's MoE layers, as its routers know them.
-        events: (kind, chunk, microbatch) in the order in which they ran.
-        counts: `[microbatches, layers, experts]` of the tokens that this rank routed.
-        metrics: What the step reported.
-    """
-
-    stage: int
-    slice_index: int
-    expert_rank: int
-    chunk_layers: list[list[int]]
-    events: list[tuple[int, int, int]]
-    counts: npt.NDArray[np.int64]
+    slice_index: int  # rank in the expert-data-parallel group
+    expert_rank: int  # rank in the expert-parallel group
+    chunk_layers: list[list[int]]  # global indices of each chunk's MoE layers, as its routers know them
+    events: list[tuple[int, int, int]]  # (kind, chunk, microbatch) in the order in which they ran
+    counts: npt.NDArray[np.int64]  # [microbatches, layers, experts] of the tokens that this rank routed
     metrics: dict[str, float]
 
 
@@ -66,14 +56,12 @@ def record_step(world_size: int, settings: dict[str, Any], batches_in_step: int)
         from megatron.core.transformer.moe.router import TopKRouter
 
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place = trainer.coordinates
         for step in range(2):
             batches = [tiny_batch(100 * step + index) for index in range(batches_in_step)]
-            shards = [shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size) for batch in batches]
+            shards = [shard_for(trainer, batch) for batch in batches]
             result = trainer.train(shards, sft_loss)
         recorder = observer_of(trainer, ExpertLoadReports).recorder
         return RankRecord(
-            stage=place.pipeline_rank,
             slice_index=parallel_state.get_expert_data_parallel_rank(),
             expert_rank=parallel_state.get_expert_model_parallel_rank(),
             chunk_layers=[
@@ -146,13 +134,9 @@ def walk(records: Sequence[RankRecord], expert_parallel_size: int) -> dict[str, 
     return dict(zip(KEYS, (sum(overloads) / len(overloads), max(overloads), max(cumulative)), strict=True))
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    if name in ("ep2_dp4", "pp2_ep2"):
-        return [pytest.mark.slow]
-    return [] if name == "pp2_vpp2_ep2" else [pytest.mark.full]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", listed(LAYOUTS, quick=["pp2_vpp2_ep2"], in_full=LAYOUTS.keys() - {"ep2_dp4", "pp2_ep2"})
+)
 def test_overload_is_what_a_walk_over_the_events_finds(name: str) -> None:
     records = records_of(name)
     size = LAYOUTS[name][1].get("ep", 1)
@@ -166,9 +150,7 @@ def test_overload_is_what_a_walk_over_the_events_finds(name: str) -> None:
         assert 1.0 < expected["max_cum_overload_factor"] < expected["max_overload_factor"] < size
 
 
-@pytest.mark.parametrize(
-    "name", ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep2_dp4", "pp2_ep2"))]
-)
+@pytest.mark.parametrize("name", ["dp2", *(slow(name) for name in ("ep2_dp4", "pp2_ep2"))])
 def test_other_sizes_are_predicted_from_all_slices(name: str) -> None:
     """Ranks share the events out, after an exchange among the slices; as whoever has all counts would say."""
     sizes = (1, 2, 4, 8)
@@ -211,11 +193,7 @@ FIRST_OF_TWO = [(F, 0, 0), *[event for m in range(3) for event in ((F, 0, m + 1)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param({}, marks=pytest.mark.slow), {"activation_checkpointing": "full"}],
-    ids=["plain", "recompute"],
-)
+@pytest.mark.parametrize("changes", [slow({}), {"activation_checkpointing": "full"}], ids=["plain", "recompute"])
 def test_events_are_the_schedules(changes: dict[str, str]) -> None:
     assert [record.events for record in records_of("single", **changes)] == [NO_PIPELINE]
     assert [record.events for record in records_of("pp2", **changes)] == [FIRST_OF_TWO, NO_PIPELINE]
@@ -245,12 +223,12 @@ def test_events_of_several_global_batches_follow_one_another() -> None:
 @pytest.mark.parametrize(
     ("name", "layer_spec"),
     [
-        pytest.param("ep2", "local", marks=pytest.mark.slow),
-        pytest.param("ep2", "auto", marks=pytest.mark.slow),
-        pytest.param("pp2_ep2", "local", marks=pytest.mark.slow),
-        pytest.param("pp2_ep2", "auto", marks=pytest.mark.full),
+        slow("ep2", "local"),
+        slow("ep2", "auto"),
+        slow("pp2_ep2", "local"),
+        full("pp2_ep2", "auto"),
         ("tp2_ep2", "local"),
-        pytest.param("tp2_ep2", "auto", marks=pytest.mark.slow),
+        slow("tp2_ep2", "auto"),
     ],
 )
 def test_a_hot_rank_carries_everything(name: str, layer_spec: str) -> None:
@@ -263,7 +241,7 @@ def test_a_hot_rank_carries_everything(name: str, layer_spec: str) -> None:
         assert record.counts.sum() > 0
 
 
-@pytest.mark.parametrize("name", ["ep2", pytest.param("pp2_ep2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ep2", slow("pp2_ep2")])
 def test_forced_balance_is_within_sampling_noise_of_one(name: str) -> None:
     records = records_of(name, moe_router_force_load_balancing=True)
     # A token's k experts are a random k of E, and rank 0 has half of them: its share is hypergeometric with variance

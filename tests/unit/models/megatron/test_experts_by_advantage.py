@@ -8,18 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.config.loading import load_grpo_config
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, make_shard, per_sequence, per_token
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_token
 from nemo_rl_moe.routing.metrics.routing_advantage import advantage_metrics, advantage_scores
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_grpo_policy, tiny_hf_config
+from tests.support.quick_list import listed
+from tests.support.tiny_model import layout, tiny_batch
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    PACKED,
+    UNTRACKED,
+    policy_gradient_loss,
+    replay_policy,
+    with_advantages,
+    with_random_routes,
+)
 
-NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
-PACKED = {"sequence_packing__enabled": True}
 # Two updates of a step, in microbatches of different sizes, and sequences that do not lie in their order.
 PLANS: dict[int, tuple[Any, ...]] = {
     1: ((((3, 1), (0,)), ((4, 5), (7, 6, 2))),),
@@ -34,20 +41,11 @@ def rl_batch(*, by_token: bool = False) -> TokenBatch:
     mask = batch.token_mask.clone()
     mask[5] = False
     mask[2, 6] = False  # a token of the environment's, say
-    width = batch.input_ids.shape[1]
-    routes = torch.rand(10, width, NUM_LAYERS, NUM_EXPERTS, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
-    fed = torch.arange(width) < (batch.lengths - 1)[:, None]
-    advantages = torch.randn(10, width, generator=generator) if by_token else torch.randn(10, generator=generator)
-    return replace(
-        batch,
-        token_mask=mask,
-        sample_ids=tuple(f"prompts.jsonl:{index % 3}" for index in range(10)),
-        columns={
-            "advantages": per_token(advantages) if by_token else per_sequence(advantages),
-            "generation_logprobs": per_token(torch.full((10, width), -3.0)),
-            ROUTED_EXPERTS: per_token(routes.where(fed[:, :, None, None], -1), Destination.MODEL, fill=-1),
-        },
-    )
+    sample_ids = tuple(f"prompts.jsonl:{index % 3}" for index in range(10))
+    batch = replace(batch, token_mask=mask, sample_ids=sample_ids)
+    batch = with_random_routes(with_advantages(batch, torch.randn(10, generator=generator).tolist()), 7)
+    of_tokens = per_token(torch.randn(batch.input_ids.shape, generator=generator))
+    return batch.with_columns(advantages=of_tokens) if by_token else batch
 
 
 def by_hand(batch: TokenBatch, indices: list[int]) -> dict[str, float]:
@@ -69,23 +67,19 @@ def by_hand(batch: TokenBatch, indices: list[int]) -> dict[str, float]:
             advantages.append(sum(values) / len(values))
             groups.append(index % 3)
     facts = torch.tensor(advantages, dtype=torch.float64), torch.tensor(groups)
-    metrics: dict[str, float] = {}
     of_counts, of_shares = advantage_scores(torch.stack(counts), *facts)
-    metrics |= advantage_metrics(of_counts, range(NUM_LAYERS), per_layer=True)
-    metrics |= advantage_metrics(of_shares, range(NUM_LAYERS), per_layer=True, of_shares=True)
-    return metrics
+    metrics = advantage_metrics(of_counts, range(NUM_LAYERS), per_layer=True)
+    return metrics | advantage_metrics(of_shares, range(NUM_LAYERS), per_layer=True, of_shares=True)
 
 
 def train(policy: Any, plan: Any, by_token: bool, loss: str, steps: int) -> dict[str, float]:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         batch = rl_batch(by_token=by_token)
         if loss == "sft":
             batch = replace(batch, columns={})
         of_rank = plan[trainer.coordinates.data_parallel_rank]
         shards = [make_shard(batch, microbatches, batch) for microbatches in of_rank]
-        config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
-        function = sft_loss if loss == "sft" else PolicyGradientLoss(config.loss_fn, prev_is_current=True)
+        function = sft_loss if loss == "sft" else policy_gradient_loss()
         for _ in range(steps):
             metrics = trainer.train(shards, function).moe_metrics
         return {name: value for name, value in metrics.items() if name.startswith("routing_advantage/")}
@@ -94,8 +88,7 @@ def train(policy: Any, plan: Any, by_token: bool, loss: str, steps: int) -> dict
 def run(
     world_size: int = 1, *, copies: int = 1, by_token: bool = False, loss: str = "", steps: int = 1, **changes: Any
 ) -> Any:
-    given = {"activation_checkpointing": "none", "routing_replay": "rollout", **changes}
-    policy = tiny_grpo_policy(world_size, **given)
+    policy = replay_policy(world_size, **changes)
     ranks = run_ranks(train, world_size, policy, PLANS[copies], by_token, loss, steps)
     assert not any(ranks[1:]), "the driver reads the first rank's"
     return ranks[0]
@@ -119,22 +112,13 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (4, 1, layout(pp=2, tp=2) | PACKED),
 )
 # One of each kind of layout, and both kinds of advantages; the others prove the same once more.
-ON_EACH_CHANGE = ((0, True), (4, False), (6, True), (7, False))
-
-
-def marks_of(index: int, *, by_token: bool) -> list[pytest.MarkDecorator]:
-    if (index, by_token) not in ON_EACH_CHANGE:
-        return [pytest.mark.slow]
-    return [] if index in (0, 7) else [pytest.mark.full]
+QUICK = [(*LAYOUTS[0], True), (*LAYOUTS[7], False)]
+FULL = [(*LAYOUTS[4], False), (*LAYOUTS[6], True)]
 
 
 @pytest.mark.parametrize(
     ("world_size", "copies", "changes", "by_token"),
-    [
-        pytest.param(*given, by_token, marks=marks_of(index, by_token=by_token))
-        for by_token in (False, True)
-        for index, given in enumerate(LAYOUTS)
-    ],
+    listed(((*given, by_token) for by_token in (False, True) for given in LAYOUTS), QUICK, FULL),
 )
 def test_every_layout_counts_what_a_hand_does(
     world_size: int, copies: int, changes: dict[str, Any], by_token: bool
@@ -150,12 +134,7 @@ def test_the_next_step_starts_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"experts_by_advantage": False},
-        {"track_moe_metrics": False, "moe_per_layer_logging": False},
-        {"loss": "sft", "routing_replay": "none"},
-    ],
+    "changes", [{"experts_by_advantage": False}, UNTRACKED, {"loss": "sft", "routing_replay": "none"}]
 )
 def test_nothing_is_said_where_nothing_is_asked_or_there_are_no_advantages(changes: dict[str, Any]) -> None:
     assert run(**changes) == {}

@@ -9,23 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_token
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.metrics.writers import writer_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_WRITER
 from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy, tiny_hf_config
-from tests.unit.models.megatron.test_experts_by_advantage import (
+from tests.support.tiny_model import layout
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.test_experts_by_advantage import PLANS, rl_batch, sequences_of
+from tests.unit.models.megatron.tiny_trainers import (
     NUM_EXPERTS,
     NUM_LAYERS,
     PACKED,
-    PLANS,
-    rl_batch,
-    sequences_of,
+    policy_gradient_loss,
+    replay_policy,
 )
 
 
@@ -56,24 +54,21 @@ def by_hand(batch: TokenBatch, indices: list[int]) -> np.ndarray:
 
 
 def train(policy: Any, plan: Any, has_writers: bool) -> Any:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         batch = conversations()
         if not has_writers:
             batch = replace(batch, columns={k: v for k, v in batch.columns.items() if k != TOKEN_WRITERS})
         of_rank = plan[trainer.coordinates.data_parallel_rank]
         shards = [make_shard(batch, microbatches, batch) for microbatches in of_rank]
-        config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
         for _ in range(2):  # the second step begins anew
-            found = trainer.train(shards, PolicyGradientLoss(config.loss_fn, prev_is_current=True))
+            found = trainer.train(shards, policy_gradient_loss())
         metrics = {name: value for name, value in found.moe_metrics.items() if name.startswith("routing_writers/")}
         load = EXPERTS_BY_WRITER.of(found.artifacts)
         return metrics, None if load is None else load.counts
 
 
 def run(world_size: int = 1, copies: int = 1, *, has_writers: bool = True, **changes: Any) -> Any:
-    given = {"activation_checkpointing": "none", "routing_replay": "rollout", **changes}
-    ranks = run_ranks(train, world_size, tiny_grpo_policy(world_size, **given), PLANS[copies], has_writers)
+    ranks = run_ranks(train, world_size, replay_policy(world_size, **changes), PLANS[copies], has_writers)
     assert all(rank == ({}, None) for rank in ranks[1:]), "the driver reads the first rank's"
     return ranks[0]
 

@@ -27,6 +27,7 @@ from tests.support.family_reference import (
     write_reference,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
 
 # Largest seen: 1.1e-5.
@@ -140,7 +141,7 @@ def measures_of(folder: str, policy: PolicyConfig) -> tuple[list[float], list[fl
         return losses, [evaluated[name].reduce() for name in ("loss", "accuracy") if name in evaluated]
 
 
-@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.full), "auto"])
+@pytest.mark.parametrize("layer_spec", [full("local"), "auto"])
 def test_odd_vocabulary_is_padded_without_changing_a_measure(layer_spec: str, tmp_path: Path) -> None:
     run_ranks(write_reference, 1, "mixtral_top3_odd_vocabulary", tmp_path)
     ((losses, evaluated),) = run_ranks(measures_of, 1, str(tmp_path), tiny_policy(1, layer_spec=layer_spec))
@@ -195,14 +196,14 @@ def differences_with_faults(name: str, root: str, policy: PolicyConfig) -> dict[
 @pytest.mark.parametrize(
     ("name", "num_faults"),
     [
-        pytest.param("glm4_moe", 3, marks=pytest.mark.full),
+        full("glm4_moe", 3),
         # With latents a part of each head has positions by its shape.
         *(
-            pytest.param(name, 2, marks=pytest.mark.slow)
+            slow(name, 2)
             for name in ("glm4_moe_lite", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe_text")
         ),
-        pytest.param("minimax_m2", 3, marks=pytest.mark.slow),
-        pytest.param("qwen3_5_text", 2, marks=pytest.mark.slow),
+        slow("minimax_m2", 3),
+        slow("qwen3_5_text", 2),
     ],
 )
 def test_mistakes_that_load_are_seen_in_the_logits(name: str, num_faults: int, tmp_path: Path) -> None:
@@ -221,10 +222,7 @@ def write_both_forms(name: str, root: str) -> None:
         trainer_of(Path(root, "memory"), policy).save_weights(Path(root, "exported"), {})
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mixtral", pytest.param("olmoe", marks=pytest.mark.full), pytest.param("qwen2_moe", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("name", ["mixtral", full("olmoe"), full("qwen2_moe")])
 def test_files_may_have_the_form_of_transformers_memory(name: str, tmp_path: Path) -> None:
     run_ranks(write_both_forms, 1, name, str(tmp_path))
     assert any(tensor.ndim == 3 for tensor in tensors_in(tmp_path / "memory").values())

@@ -5,6 +5,7 @@
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from nemo_rl_moe.models.families import FAMILIES, family_of
 from nemo_rl_moe.models.families import decoder as rotary
 from nemo_rl_moe.models.families.refused import REFUSED
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
-from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
+from nemo_rl_moe.models.megatron.model.memory_estimate import active_parameters, whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.published_configs import PUBLISHED_CONFIGS
+from tests.support.published_configs import DEEPSEEK_CONFIGS, FP8, PUBLISHED_CONFIGS, PublishedConfig
 from tests.support.tiny_model import tiny_policy
 
 
@@ -29,6 +30,32 @@ def read_config(folder: Path, **fields: Any) -> Any:
     return load_hf_config(str(folder))
 
 
+OF_20B = {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 12}
+PUBLISHED = {
+    **PUBLISHED_CONFIGS,
+    **DEEPSEEK_CONFIGS,
+    # The model's card says 20.9 billion.
+    "gpt-oss-20b": PublishedConfig({**PUBLISHED_CONFIGS["gpt-oss-120b"].config_json, **OF_20B}, 20_914_757_184),
+}
+_ALL = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.001,
+}
+_V2 = {**_ALL, "moe_router_score_function": "softmax", "moe_router_pre_softmax": True, "moe_router_topk": 6}
+_V3 = {
+    **_ALL,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+}
+# In billions, as the models' cards have them.
+ACTIVE = {"DeepSeek-V2-Lite": 2.4, "DeepSeek-V2": 21, "DeepSeek-V3": 37, "Moonlight-16B-A3B": 3}
 EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"num_moe_experts": None, "num_query_groups": 8, "kv_channels": 128, "qk_layernorm": False},
     "Mistral-7B-v0.3": {"num_query_groups": 8, "kv_channels": 128, "window_size": None},
@@ -68,28 +95,95 @@ EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "moe_shared_expert_intermediate_size": None,
     },
+    "DeepSeek-V2-Lite": {
+        **_V2,
+        "q_lora_rank": None,
+        "moe_layer_freq": [0] + [1] * 26,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": 1.0,
+        "moe_shared_expert_intermediate_size": 2816,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 40.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "DeepSeek-V2": {
+        **_V2,
+        "q_lora_rank": 1536,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 3,
+        "moe_router_topk_scaling_factor": 16.0,
+        "moe_shared_expert_intermediate_size": 3072,
+    },
+    "DeepSeek-V3": {
+        **_V3,
+        "moe_layer_freq": [0] * 3 + [1] * 58,
+        "moe_router_topk": 8,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "Moonlight-16B-A3B": {
+        **_V3,
+        "q_lora_rank": None,
+        "moe_router_topk": 6,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": 2.446,
+        "layernorm_epsilon": 1e-5,
+        "rope_type": "rope",
+        "rotary_base": 50000.0,
+        "rotary_scaling_factor": 1.0,
+    },
+    "gpt-oss-20b": {
+        "window_size": (127, 0),
+        "window_attn_skip_freq": [1, 0] * 12,
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "bias_dropout_fusion": False,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        # Cosines and sines carry 0.1 log(32) + 1 each (YaRN, arXiv:2309.00071, equation 22).
+        "softmax_scale": pytest.approx(1.3465735902799727**2 / 8),
+        "num_moe_experts": 32,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 2880,
+    },
     "gpt-oss-120b": {"num_layers": 36, "num_moe_experts": 128, "moe_router_topk": 4, "moe_ffn_hidden_size": 2880},
     "Qwen3-235B-A22B": {"num_layers": 94, "moe_ffn_hidden_size": 1536, "num_query_groups": 4},
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_released_models_are_understood(name: str, tmp_path: Path) -> None:
-    published = PUBLISHED_CONFIGS[name]
+    published = PUBLISHED[name]
     hf_config = read_config(tmp_path, **published.config_json)
     config = build_transformer_config(tiny_policy(), hf_config)
-    assert {field: getattr(config, field) for field in EXPECTED_FIELDS[name]} == EXPECTED_FIELDS[name]
+    # The coefficient and the kind of the loss are those that the policy for tests sets.
+    of_loss = family_of(hf_config).transformer_fields(hf_config)
+    found = vars(config) | {field: of_loss.get(field) for field in LOSS_FIELDS}
+    assert {field: found[field] for field in EXPECTED_FIELDS[name]} == EXPECTED_FIELDS[name]
     assert family_of(hf_config).rotary_base(hf_config) == published.config_json["rope_theta"]
     assert whole_model_parameters(config, hf_config) == published.num_parameters
+    if name in ACTIVE:
+        assert active_parameters(config, hf_config) / 1e9 == pytest.approx(ACTIVE[name], rel=0.15)
+
+
+LOSS_FIELDS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
 
 
 def test_coefficient_of_the_auxiliary_loss_comes_from_the_model() -> None:
     hf_config = FAMILY_MODELS["mixtral"].hf_config()
-    fields = family_of(hf_config).transformer_fields(hf_config)
-    assert (fields["moe_aux_loss_coeff"], fields["moe_router_load_balancing_type"]) == (0.001, "aux_loss")
-    hf_config.router_aux_loss_coef = 0.0
-    fields = family_of(hf_config).transformer_fields(hf_config)
-    assert (fields["moe_aux_loss_coeff"], fields["moe_router_load_balancing_type"]) == (0.0, "none")
+    for coefficient, kind in ((0.001, "aux_loss"), (0.0, "none")):
+        fields = family_of(hf_config).transformer_fields(hf_config)
+        assert [fields[name] for name in LOSS_FIELDS] == [coefficient, kind]
+        hf_config.router_aux_loss_coef = 0.0
 
 
 def test_other_families_are_refused(tmp_path: Path) -> None:
@@ -140,6 +234,21 @@ def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
         ("qwen3_moe", "hidden_act", "gelu", "'silu'"),
         ("qwen3_moe", "use_sliding_window", True, "False"),
         ("qwen3_moe", "shared_expert_intermediate_size", 16, "0 or None"),
+        ("deepseek_v2", "norm_topk_prob", True, "False or None"),
+        ("deepseek_v2", "topk_method", "noaux_tc", "'greedy' or 'group_limited_greedy'"),
+        ("deepseek_v2", "scoring_func", "sigmoid", "'softmax'"),
+        ("deepseek_v2", "moe_layer_freq", 2, "1"),
+        ("deepseek_v2", "mlp_bias", True, "False"),
+        ("deepseek_v3", "norm_topk_prob", False, "True"),
+        ("deepseek_v3", "scoring_func", "softmax", "'sigmoid'"),
+        ("deepseek_v3", "topk_method", "greedy", "'noaux_tc'"),
+        ("deepseek_v3", "rope_interleave", False, "True or None"),
+        ("deepseek_v3", "attention_bias", True, "False"),
+        ("gpt_oss", "swiglu_alpha", 1.5, "1.702"),
+        ("gpt_oss", "attention_bias", False, "True"),
+        ("qwen3_5_moe_text", "attn_output_gate", False, "True"),
+        ("qwen3_5_moe_text", "mamba_ssm_dtype", "bfloat16", "'float32'"),
+        ("qwen3_5_moe_text", "mlp_only_layers", [0], "[] or None"),
     ],
 )
 def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
@@ -147,8 +256,95 @@ def test_unsupported_value_is_named(model: str, field: str, value: Any, supporte
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, **{**fields, field: value})
     (problem,) = caught.value.problems
-    assert problem.startswith(f"policy.model_name: config.json: {field}: got {value!r}, supported for ")
-    assert problem.endswith(f": {supported}")
+    family = FAMILIES[FAMILY_MODELS[model].model_type].name
+    assert problem == f"policy.model_name: config.json: {field}: got {value!r}, supported for {family}: {supported}"
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+MROPE = {**FAMILY_MODELS["qwen3_next"].fields["rope_parameters"], "mrope_section": [1, 1, 0]}
+LINEAR_AND_SLIDING = ["linear_attention", "sliding_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 5}, "num_experts_per_tok: got 5, more than the"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok: got 1, supported for DeepSeek-V3: 2 or more"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads: got 2, expected num_attention_heads, 4"),
+        (
+            "deepseek_v2",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type: got 'linear', supported here: 'default' or 'yarn'",
+        ),
+        (
+            "deepseek_v2",
+            {"rope_parameters": {**YARN, "truncate": False}},
+            "rope_parameters.truncate: got false, supported here: true",
+        ),
+        ("gpt_oss", {"sinks_everywhere": True}, "sinks_everywhere: got True, a field that is not known for gpt-oss"),
+        ("gpt_oss", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type: got 'dynamic'"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "chunked_attention"] * 2},
+            "layer_types: got 'chunked_attention'",
+        ),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window: got None, expected 1 or more"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window: got 0, expected 1 or more"),
+        (
+            "qwen3_next",
+            {"layer_types": LINEAR_AND_SLIDING},
+            f"layer_types: got {LINEAR_AND_SLIDING}, expected 4 entries of 'linear_attention' or 'full_attention'",
+        ),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads: got 3, expected a multiple of linear_num_key_heads 2",
+        ),
+        ("qwen3_next", {"linear_num_value_heads": 0}, "linear_num_value_heads: got 0, expected a multiple of"),
+        ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads: got 0, expected 1 or more"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: got 0, expected 1 or more"),
+        ("qwen3_next", {"rope_parameters": MROPE}, "rope_parameters.mrope_section: got [1, 1, 0], a field that is not"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared", "full", "full", "full"]},
+            "indexer_types: got ['shared', 'full', 'full', 'full'],",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full"]},
+            "indexer_types: got ['full'], expected 'full' or 'shared' for each of 4 layers",
+        ),
+        ("glm_moe_dsa", {"layer_types": ["full_attention"] * 4}, "layer_types: got ['full_attention',"),
+        (
+            "glm_moe_dsa",
+            {"first_k_dense_replace": 1},
+            "first_k_dense_replace: got 1, expected 2, the number of dense layers in",
+        ),
+        (
+            "glm_moe_dsa",
+            {"mlp_layer_types": ["dense", "sparse"] * 2},
+            "mlp_layer_types: got ['dense', 'sparse', 'dense', 'sparse'], expected 4 entries, 'dense' before 'sparse'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(model: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"policy.model_name: config.json: {message}")):
+        build_transformer_config(
+            tiny_policy(), read_config(tmp_path, **{**FAMILY_MODELS[model].config_json(), **changes})
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [("deepseek_v3", dict(FP8)), ("gpt_oss", {"quant_method": "mxfp4"})],
+    ids=["fp8", "mxfp4"],
+)
+def test_weights_in_few_bits_are_refused_with_advice(model: str, quantization: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, **FAMILY_MODELS[model].config_json(), quantization_config=quantization)
+    (problem,) = caught.value.problems
+    assert problem.startswith("policy.model_name: config.json: quantization_config: got {")
+    assert "write the checkpoint in bfloat16 first" in problem
 
 
 def llama(tmp_path: Path, **fields: Any) -> Any:

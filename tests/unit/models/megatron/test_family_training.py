@@ -22,6 +22,7 @@ from tests.support.family_training import (
     write_and_train_references,
 )
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, tiny_policy
 
 MODELS = [
@@ -34,7 +35,6 @@ LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
 ROUNDINGS = 8
 """With another chunk size transformers differs from itself, for gated delta nets: so many times that is let pass. One
 such difference is a sample of what grows from step to step: 4 times was seen on another processor."""
-QUICK = {("glm4_moe", "one_rank", "packed")}
 # One job trains all models of a layout.
 FULL = {
     (name, "tp2_ep2_pp2", "packed")
@@ -99,21 +99,21 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return TrainingJobs(wanted, tmp_path_factory.mktemp("training"))
 
 
-def marks_of(*case: str) -> list[pytest.MarkDecorator]:
-    return [] if case in QUICK else [pytest.mark.full if case in FULL else pytest.mark.slow]
-
-
 @pytest.mark.parametrize(
     ("name", "where", "how"),
-    [
-        pytest.param(name, where, how, marks=marks_of(name, where, how))
-        for where, chosen in LAYOUTS.items()
-        for name in MODELS
-        for how in ("padded", "packed")
-        # Megatron-Core's own attention knows no packed sequences.
-        if chosen.holds(FAMILY_MODELS[name]) and (how == "padded" or chosen.layer_spec != "local")
-        if FAMILY_MODELS[name].has_experts or "ep" not in chosen.sizes
-    ],
+    listed(
+        (
+            (name, where, how)
+            for where, chosen in LAYOUTS.items()
+            for name in MODELS
+            for how in ("padded", "packed")
+            # Megatron-Core's own attention knows no packed sequences.
+            if chosen.holds(FAMILY_MODELS[name]) and (how == "padded" or chosen.layer_spec != "local")
+            if FAMILY_MODELS[name].has_experts or "ep" not in chosen.sizes
+        ),
+        quick=[("glm4_moe", "one_rank", "packed")],
+        in_full=FULL,
+    ),
 )
 def test_training_is_that_of_transformers(name: str, where: str, how: str, jobs: TrainingJobs) -> None:
     found, expected = jobs.run(name, where, how), jobs.reference(name)

@@ -23,11 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 def test_a_range_of_a_matrix_by_hand() -> None:
     # Rows of 4: the last two entries of row 0, rows 1 and 2, the first entry of row 3.
-    assert list(boxes_of_range((5, 4), 2, 13)) == [
-        Box((0, 2), (1, 2)),
-        Box((1, 0), (2, 4)),
-        Box((3, 0), (1, 1)),
-    ]
+    assert list(boxes_of_range((5, 4), 2, 13)) == [Box((0, 2), (1, 2)), Box((1, 0), (2, 4)), Box((3, 0), (1, 1))]
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 2), (2, 1, 3, 2)])

@@ -20,6 +20,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, difference, observer_of, train_run
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 # So large that the random logits beside it, averaged over the tokens, are nothing.
@@ -51,11 +52,10 @@ def biases_of_models(world_size: int, settings: dict[str, Any], num_models: int 
             found = []
             for _ in range(num_models):
                 trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-                place = trainer.coordinates
                 calls.clear()
                 for step in range(2):
                     batch = tiny_batch(step)
-                    trainer.train([shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)], sft_loss)
+                    trainer.train([shard_for(trainer, batch)], sft_loss)
                 stages = policy.megatron_cfg.pipeline_model_parallel_size
                 found.append(torch.stack(calls).reshape(-1, LAYERS // stages, EXPERTS).numpy())
             return found

@@ -16,18 +16,10 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.forward_backward import metrics_to_host
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
-from tests.support.training_run import (
-    NUM_STEPS,
-    RankRun,
-    RunSettings,
-    build_trainer,
-    difference,
-    shard_of_step,
-    train_run,
-)
-
-WITHOUT_LOSSES = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+from tests.support.quick_list import slow
+from tests.support.tiny_model import layout, tiny_batch, tiny_policy
+from tests.support.training_run import RankRun, RunSettings, difference, shard_of_step, tiny_trainer, train_run
+from tests.unit.models.megatron.tiny_trainers import WITHOUT_LOSSES
 
 
 def blocks(size: int) -> tuple[tuple[int, ...], ...]:
@@ -40,7 +32,7 @@ def packed(policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"sequence_packing": packing})
 
 
-@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("layer_spec", [slow("local"), "auto"])
 def test_microbatch_size_changes_nothing(layer_spec: str) -> None:
     # Without auxiliary losses: those are means over microbatches by definition.
     policy = tiny_policy(1, layer_spec=layer_spec, **WITHOUT_LOSSES)
@@ -48,10 +40,7 @@ def test_microbatch_size_changes_nothing(layer_spec: str) -> None:
     _assert_same(runs, runs[0])
 
 
-@pytest.mark.parametrize(
-    "microbatches",
-    [*(pytest.param(blocks(size), marks=pytest.mark.slow) for size in (1, 4)), ((0,), (1, 2, 3), (4, 5, 6, 7))],
-)
+@pytest.mark.parametrize("microbatches", [*(slow(blocks(size)) for size in (1, 4)), ((0,), (1, 2, 3), (4, 5, 6, 7))])
 def test_packing_changes_nothing(microbatches: Sequence[Sequence[int]]) -> None:
     policy = tiny_policy(1, layer_spec="auto")
     (padded_run,) = run_ranks(train_run, 1, RunSettings(policy, microbatches=microbatches))
@@ -67,30 +56,8 @@ def _assert_same(runs: Sequence[RankRun], reference: RankRun) -> None:
         assert found.weights < 5e-6
 
 
-# One rank is among the jobs of `test_no_host_sync.py`.
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("world_size", "sizes"),
-    [pytest.param(1, {}, marks=pytest.mark.slow), (2, {"pp": 2})],
-    ids=["single", "pp2"],
-)
-def test_tracking_changes_no_bit(world_size: int, sizes: dict[str, int]) -> None:
-    changes: dict[str, Any] = {"layer_spec": "auto", **layout(**sizes)}
-    tracked = run_ranks(train_run, world_size, RunSettings(tiny_policy(world_size, **changes)))
-    off = {"track_moe_metrics": False, "moe_per_layer_logging": False}
-    untracked = run_ranks(train_run, world_size, RunSettings(tiny_policy(world_size, **changes, **off)))
-    for with_metrics, without in zip(tracked, untracked, strict=True):
-        assert with_metrics.losses == without.losses
-        assert with_metrics.grad_norms == without.grad_norms
-        for key, values in with_metrics.pieces.items():
-            assert (values == without.pieces[key]).all(), key
-        assert all(with_metrics.moe_metrics)
-        assert without.moe_metrics == [{}] * NUM_STEPS
-
-
 def evaluate_between_steps(settings: RunSettings) -> dict[str, Any]:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         shard = shard_of_step(trainer, settings, 0)
         first = trainer.train([shard], sft_loss)
         before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
@@ -111,7 +78,7 @@ def evaluate_between_steps(settings: RunSettings) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("checkpointing", [slow("none"), "full"])
 def test_evaluation_leaves_nothing_behind(checkpointing: str) -> None:
     policy = tiny_policy(1, layer_spec="local", activation_checkpointing=checkpointing)
     settings = RunSettings(policy, num_steps=2)
@@ -138,8 +105,7 @@ def test_evaluation_agrees_over_layouts() -> None:
 
 
 def two_steps_in_one_call(policy: PolicyConfig, together: bool) -> tuple[list[float], list[float], int]:
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         shards = [shard_of_step(trainer, RunSettings(policy), step) for step in range(2)]
         calls = [shards] if together else [[shard] for shard in shards]
         results = [trainer.train(call, sft_loss) for call in calls]
@@ -161,8 +127,7 @@ def test_several_optimizer_steps_in_one_call_are_averaged() -> None:
 
 
 def frozen_and_trained(settings: RunSettings) -> list[str]:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         parameters = dict(trainer.chunks[0].named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
@@ -178,7 +143,7 @@ def test_frozen_routers_stay_and_all_else_trains() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("layer_spec", [slow("local"), "auto"])
 def test_bfloat16_stays_close_to_float32(layer_spec: str) -> None:
     (exact,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec=layer_spec)))
     (rounded,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec=layer_spec, precision="bfloat16")))

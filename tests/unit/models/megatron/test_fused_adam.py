@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
-
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import ZERO_1
 
 
 def optimizers_of(trainer: Any) -> list[torch.optim.AdamW]:
@@ -23,8 +23,7 @@ def optimizers_of(trainer: Any) -> list[torch.optim.AdamW]:
 
 def train_with(settings: RunSettings, fused: bool) -> tuple[list[bool], list[Tensor]]:
     """Return whether each group is fused as built, and the weights after three steps with `fused`."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         groups = [group for optimizer in optimizers_of(trainer) for group in optimizer.param_groups]
         as_built = [group["fused"] is True for group in groups]
         for group in groups:
@@ -51,9 +50,7 @@ def _largest_difference(left: list[Tensor], right: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.full), ZERO_1], ids=["replicated", "distributed"]
-)
+@pytest.mark.parametrize("changes", [full({}), ZERO_1], ids=["replicated", "distributed"])
 def test_adam_is_fused_and_trains_the_same(changes: dict[str, Any]) -> None:
     settings = RunSettings(tiny_policy(**changes))
     ((as_built, difference, moved),) = run_ranks(train_both, 1, settings)

@@ -6,8 +6,6 @@ transformers differs from itself with another chunk size: behind the rule stands
 That floor is measured in each run, and what is compared may differ by twice as much.
 """
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
-from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.cpu.cached_forward import has_cached_forward
 from nemo_rl_moe.models.megatron.cpu.functions import ZeroCenteredRMSNorm
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
@@ -30,7 +27,10 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, sharing_sequences, tiny_batch, tiny_policy
+from tests.support.quick_list import full
+from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
 TOKENS = 150
@@ -96,8 +96,8 @@ def compare_long_rows(name: str, root: str, policy: PolicyConfig) -> dict[str, f
     }
 
 
-@pytest.mark.parametrize("layer_spec", ["auto", pytest.param("local", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(name, marks=pytest.mark.full) for name in MODELS[1:])])
+@pytest.mark.parametrize("layer_spec", ["auto", full("local")])
+@pytest.mark.parametrize("name", [MODELS[0], *(full(name) for name in MODELS[1:])])
 def test_long_rows_are_those_of_transformers_within_its_own_rounding(
     name: str, layer_spec: str, tmp_path: Path
 ) -> None:
@@ -119,10 +119,8 @@ PROMPTS = tuple(
 
 def generated_and_full(name: str, policy: PolicyConfig) -> tuple[bool, float, list[int]]:
     """Return whether the cached forward generates, the largest difference of a log-probability, and lengths."""
-    from tests.support.training_run import build_trainer
 
-    with parallel_job(policy):
-        trainer = build_trainer(policy, name)
+    with tiny_trainer(policy, name) as trainer:
         (chunk,) = trainer.chunks
         generator = MegatronGenerator(trainer.chunks, trainer.config, None, trainer.device)
         # Rows end at different lengths, and are dropped.
@@ -145,10 +143,10 @@ def generated_and_full(name: str, policy: PolicyConfig) -> tuple[bool, float, li
     ("name", "layer_spec"),
     [
         ("qwen3_next", "auto"),
-        pytest.param("qwen3_next", "local", marks=pytest.mark.full),
-        pytest.param("qwen3_5_moe_text", "auto", marks=pytest.mark.full),
-        pytest.param("qwen3_5_text", "auto", marks=pytest.mark.full),
-        pytest.param("qwen3_5_text", "local", marks=pytest.mark.full),
+        full("qwen3_next", "local"),
+        full("qwen3_5_moe_text", "auto"),
+        full("qwen3_5_text", "auto"),
+        full("qwen3_5_text", "local"),
     ],
 )
 def test_state_of_earlier_tokens_gives_what_the_whole_sequence_gives(name: str, layer_spec: str) -> None:
@@ -176,61 +174,6 @@ def test_zero_centred_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     # In bfloat16 1 + weight would lose half of the weight's digits.
     torch.testing.assert_close(found, expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=1e-6)
     assert float((found != expected).float().mean()) < (1 if dtype is torch.float32 else 0.02)
-
-
-KEY = "policy.model_name: config.json: "
-
-
-def read_config(folder: Path, name: str, **changes: Any) -> Any:
-    (folder / "config.json").write_text(json.dumps({**FAMILY_MODELS[name].config_json(), **changes}))
-    return load_hf_config(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"layer_types": ["linear_attention", "sliding_attention"] * 2},
-            "layer_types: got ['linear_attention', 'sliding_attention', 'linear_attention', 'sliding_attention'], "
-            "expected 4 entries of 'linear_attention' or 'full_attention'",
-        ),
-        (
-            {"linear_num_value_heads": 3},
-            "linear_num_value_heads: got 3, expected a multiple of linear_num_key_heads 2",
-        ),
-        ({"linear_num_value_heads": 0}, "linear_num_value_heads: got 0, expected a multiple of"),
-        ({"linear_num_key_heads": 0}, "linear_num_key_heads: got 0, expected 1 or more"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: got 0, expected 1 or more"),
-    ],
-)
-def test_layers_that_cannot_be_built_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(KEY + message)):
-        build_transformer_config(tiny_policy(), read_config(tmp_path, "qwen3_next", **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attn_output_gate": False}, "attn_output_gate: got False, supported for Qwen3.5-MoE (text): True"),
-        (
-            {"mamba_ssm_dtype": "bfloat16"},
-            "mamba_ssm_dtype: got 'bfloat16', supported for Qwen3.5-MoE (text): 'float32'",
-        ),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers: got [0], supported for Qwen3.5-MoE (text): [] or None"),
-    ],
-)
-def test_what_the_family_does_not_read_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(KEY + message)):
-        read_config(tmp_path, "qwen3_5_moe_text", **changes)
-
-
-def test_positions_of_images_are_refused_where_the_family_has_none(tmp_path: Path) -> None:
-    rope = {**FAMILY_MODELS["qwen3_next"].fields["rope_parameters"], "mrope_section": [1, 1, 0]}
-    hf_config = read_config(tmp_path, "qwen3_next", rope_parameters=rope)
-    with pytest.raises(
-        ConfigurationError, match=r"rope_parameters\.mrope_section: got \[1, 1, 0\], a field that is not"
-    ):
-        build_transformer_config(tiny_policy(), hf_config)
 
 
 def test_context_parallelism_is_refused() -> None:
@@ -278,9 +221,8 @@ def save_before_and_after_an_update(policy: PolicyConfig, root: str) -> list[str
     with parallel_job(policy):
         trainer = trainer_of(Path(root, "published"), policy, num_steps=2)
         trainer.save_weights(Path(root, "before"), {})
-        place = trainer.coordinates
         batch = tiny_batch(0, vocabulary_size=60)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, batch)
         trainer.train([shard], sft_loss)
         trainer.save_weights(Path(root, "after"), {})
         return trainer.notices
@@ -288,10 +230,7 @@ def save_before_and_after_an_update(policy: PolicyConfig, root: str) -> list[str
 
 @pytest.mark.parametrize(
     ("num_ranks", "sizes"),
-    [
-        (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-    ],
+    [(2, {"distributed_data_parallel_config__use_distributed_optimizer": True}), full(2, layout(tp=2))],
 )
 def test_decays_and_norms_stay_in_float32_beside_bfloat16(
     num_ranks: int, sizes: dict[str, Any], tmp_path: Path

@@ -17,7 +17,8 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch,
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.quick_list import full, slow
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
 from tests.support.training_run import (
     PROMPT_LENGTHS,
     SAMPLING,
@@ -26,7 +27,9 @@ from tests.support.training_run import (
     generator_of,
     prompts,
     request_of,
+    tiny_trainer,
 )
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 LAYER_SPECS = ["local", "auto"]
 ALL = tuple(range(len(PROMPT_LENGTHS)))
@@ -40,8 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def longest_logprob_difference(policy: PolicyConfig, model: dict[str, Any]) -> float:
     """Between generated tokens and an evaluation forward with the same temperature."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy, model)
+    with tiny_trainer(policy, model) as trainer:
         sampling = dataclasses.replace(SAMPLING, temperature=1.0, top_k=9, top_p=0.9)
         sequences = generator_of(trainer).generate(request_of(ALL, sampling), weight_version=0)
         differences = [
@@ -68,6 +70,7 @@ def test_logprobs_are_those_of_the_trainer(model: str, layer_spec: str) -> None:
 
 def greedy_tokens(policy: PolicyConfig) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of this engine and of transformers with the exported weights."""
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     with parallel_job(policy), tempfile.TemporaryDirectory() as folder:
@@ -75,31 +78,20 @@ def greedy_tokens(policy: PolicyConfig) -> list[tuple[list[int], list[int]]]:
         request = request_of(ALL, SamplingParameters(max_new_tokens=12, temperature=0.0))
         sequences = generator_of(trainer).generate(request, weight_version=0)
         trainer.hf_config.save_pretrained(folder)
-        model = AutoModelForCausalLM.from_config(trainer.hf_config)
-        save_weights(dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config)), Path(folder))
+        weights = dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config))
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, Path(folder, "model.safetensors"))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         pairs = []
         for prompt, sequence in zip(request.prompts, sequences, strict=True):
             inputs = torch.tensor([prompt])
-            expected = model.generate(
-                input_ids=inputs,
-                attention_mask=torch.ones_like(inputs),
-                do_sample=False,
-                max_new_tokens=12,
-                min_new_tokens=12,
-                pad_token_id=0,
-            )
+            mask, number = torch.ones_like(inputs), {"max_new_tokens": 12, "min_new_tokens": 12}
+            expected = model.generate(inputs, attention_mask=mask, do_sample=False, pad_token_id=0, **number)
             pairs.append((sequence.token_ids.tolist(), expected[0, len(prompt) :].tolist()))
         return pairs
 
 
-def save_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("layer_spec", [slow("local"), "auto"])
 def test_greedy_is_transformers_greedy(layer_spec: str) -> None:
     (pairs,) = run_ranks(greedy_tokens, 1, tiny_policy(1, layer_spec=layer_spec))
     for found, expected in pairs:
@@ -114,19 +106,17 @@ def responses_in_batches(policy: PolicyConfig) -> dict[str, list[tuple[list[int]
         def made(sequences: list[GeneratedSequence]) -> list[tuple[list[int], list[float]]]:
             return [(sequence.token_ids.tolist(), sequence.logprobs.tolist()) for sequence in sequences]
 
-        together = engine.generate(request_of(ALL), weight_version=0)
-        backwards = engine.generate(request_of(ALL[::-1]), weight_version=0)
         alone = [engine.generate(request_of([index]), weight_version=0)[0] for index in ALL]
         return {
-            "together": made(together),
+            "together": made(engine.generate(request_of(ALL), weight_version=0)),
             "again": made(engine.generate(request_of(ALL), weight_version=0)),
-            "backwards": made(backwards[::-1]),
+            "backwards": made(engine.generate(request_of(ALL[::-1]), weight_version=0)[::-1]),
             "alone": made(alone),
             "two at a time": made(engine.generate(request_of(ALL), weight_version=0, max_batch_size=2)),
         }
 
 
-@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("layer_spec", [slow("local"), "auto"])
 def test_a_response_does_not_depend_on_the_batch(layer_spec: str) -> None:
     (found,) = run_ranks(responses_in_batches, 1, tiny_policy(1, layer_spec=layer_spec))
     together = found["together"]
@@ -212,12 +202,10 @@ def test_refuses_what_it_cannot_serve() -> None:
 
 def trained_with_and_without(policy: PolicyConfig, generates: bool) -> tuple[list[Any], dict[str, np.ndarray]]:
     """Two training steps, with generation and a broken request between them or without."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
-        place = trainer.coordinates
+    with tiny_trainer(policy) as trainer:
         reports: list[Any] = []
         for step in range(2):
-            shard = shard_of_rank(tiny_batch(100 + step), place.data_parallel_rank, place.data_parallel_size)
+            shard = shard_for(trainer, tiny_batch(100 + step))
             result = trainer.train([shard], sft_loss)
             reports.append((result.global_loss, result.grad_norm, sorted(result.moe_metrics.items())))
             if generates:
@@ -235,11 +223,11 @@ def trained_with_and_without(policy: PolicyConfig, generates: bool) -> tuple[lis
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, {"layer_spec": "auto"}, marks=pytest.mark.slow),
-        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
-        pytest.param(1, {"layer_spec": "auto", "moe_input_jitter_eps": 0.1}, marks=pytest.mark.full),
+        slow(1, {"layer_spec": "auto"}),
+        slow(1, {"layer_spec": "local"}),
+        full(1, {"layer_spec": "auto", "moe_input_jitter_eps": 0.1}),
         (2, {"layer_spec": "auto", **layout(tp=2)}),
-        pytest.param(2, {"layer_spec": "auto", **layout(pp=2)}, marks=pytest.mark.slow),
+        slow(2, {"layer_spec": "auto", **layout(pp=2)}),
     ],
     ids=["auto", "local", "jitter", "tp2", "pp2"],
 )
@@ -254,8 +242,7 @@ def test_training_does_not_notice(world_size: int, changes: dict[str, Any]) -> N
 
 def leftovers(policy: PolicyConfig) -> None:
     """After an error in the middle of a forward pass the model is as it was, and can generate."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         engine = generator_of(trainer)
         expected = engine.generate(request_of(ALL), weight_version=0)
         chunk = trainer.chunks[0]
@@ -275,12 +262,7 @@ def leftovers(policy: PolicyConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
-        (1, {"layer_spec": "auto"}),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-    ],
+    ("world_size", "changes"), [full(1, {"layer_spec": "local"}), (1, {"layer_spec": "auto"}), full(2, layout(tp=2))]
 )
 def test_errors_leave_nothing_behind(world_size: int, changes: dict[str, Any]) -> None:
     run_ranks(leftovers, world_size, tiny_policy(world_size, **changes))

@@ -13,8 +13,8 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_grpo_policy
-from tests.support.training_run import SAMPLING, build_trainer, prompts
+from tests.support.tiny_model import layout, tiny_grpo_policy
+from tests.support.training_run import SAMPLING, prompts, tiny_trainer
 
 # Prompts of 3, 7 and 1 tokens, with four, two and one response.
 PROMPTS = (0, 1, 0, 2, 1, 0, 0)
@@ -46,8 +46,7 @@ def in_groups_and_alone(
         rows.append(len(token_ids))
         return run_stages(passes, token_ids, batch)
 
-    with parallel_job(policy), pytest.MonkeyPatch.context() as patch:
-        trainer = build_trainer(policy, model)
+    with tiny_trainer(policy, model) as trainer, pytest.MonkeyPatch.context() as patch:
         alone = [each for row in range(len(PROMPTS)) for each in trainer.generate(request([row]), None)]
         patch.setattr(ForwardPasses, "_through_all_stages", noted)
         return trainer.generate(request(list(range(len(PROMPTS)))), None), alone, rows

@@ -4,6 +4,7 @@
 
 import dataclasses
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import build_trainer
 from tests.support.vision_models import (
@@ -65,10 +67,7 @@ def evaluated(trainer: MegatronTrainer, request: GenerationBatch, index: int, re
     prompt = request.prompts[index]
     tokens = torch.tensor([[*prompt, *response]])
     batch = TokenBatch(
-        tokens,
-        torch.tensor([tokens.shape[1]]),
-        torch.ones_like(tokens, dtype=torch.bool),
-        ("one",),
+        tokens, torch.tensor([tokens.shape[1]]), torch.ones_like(tokens, dtype=torch.bool), ("one",)
     ).with_inputs([request.model_inputs[index]])
     return trainer.logprobs([batch])[0][0, len(prompt) :].numpy()
 
@@ -141,17 +140,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {model_type: tmp_path_factory.mktemp(model_type) for model_type in MODELS}
 
 
-def marks_of(model_type: str, spec: str) -> list[pytest.MarkDecorator]:
-    if spec == "local":
-        return [pytest.mark.full if model_type == "qwen2_5_vl" else pytest.mark.slow]
-    return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
-
-
-CASES = [
-    pytest.param(model_type, spec, marks=marks_of(model_type, spec))
-    for model_type in MODELS
-    for spec in ("auto", "local")
-]
+CASES = listed(
+    product(MODELS, ("auto", "local")),
+    quick=[("qwen3_vl_moe", "auto")],
+    in_full=[("qwen2_5_vl", "local"), *((model_type, "auto") for model_type in MODELS)],
+)
 
 
 @pytest.mark.parametrize(("model_type", "layer_spec"), CASES)
@@ -170,15 +163,7 @@ def test_logprobs_are_those_of_the_trainer(model_type: str, layer_spec: str, fol
 
 
 @pytest.mark.parametrize(("model_type", "layer_spec"), CASES)
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param("alone", marks=pytest.mark.full),
-        "backwards",
-        pytest.param("two at a time", marks=pytest.mark.full),
-        "in a group",
-    ],
-)
+@pytest.mark.parametrize("other", [full("alone"), "backwards", full("two at a time"), "in a group"])
 def test_a_response_does_not_depend_on_the_batch(
     model_type: str, layer_spec: str, other: str, folders: dict[str, Path]
 ) -> None:
@@ -208,16 +193,16 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        pytest.param("qwen2_5_vl", "tp2", marks=pytest.mark.full),
-        pytest.param("internvl", "ep2", marks=pytest.mark.full),
+        full("qwen2_5_vl", "tp2"),
+        full("internvl", "ep2"),
         # A state of earlier tokens, on each rank of its heads.
         ("qwen3_5_moe", "tp2"),
-        *(pytest.param("qwen3_5_moe", name, marks=pytest.mark.slow) for name in ("pp2", "ep2")),
+        *(slow("qwen3_5_moe", name) for name in ("pp2", "ep2")),
         # Features that go to the first layers, where the second stage has none.
         ("qwen3_vl_moe", "pp2"),
-        *(pytest.param(model_type, "pp2", marks=pytest.mark.slow) for model_type in ("qwen2_5_vl", "internvl")),
-        pytest.param("internvl", "tp2", marks=pytest.mark.slow),
-        *(pytest.param("qwen3_vl_moe", name, marks=pytest.mark.slow) for name in ("tp2", "ep2")),
+        *(slow(model_type, "pp2") for model_type in ("qwen2_5_vl", "internvl")),
+        slow("internvl", "tp2"),
+        *(slow("qwen3_vl_moe", name) for name in ("tp2", "ep2")),
     ],
 )
 def test_layout_generates_as_one_rank_does(model_type: str, name: str, folders: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import PROMPT_LENGTHS, GenerationRun, Response, generate_run
 
@@ -35,26 +36,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "pp2_ep2": (4, layout(pp=2, ep=2), UNEVEN_SHARES),
 }
 ON_ONE_SPEC = {"dp2", "dp2_empty", "tp2_etp2", "tp2_pp2", "pp2_vpp2", "pp2_uneven"}
+CASES = [(name, spec) for name in LAYOUTS for spec in ("local", "auto") if spec == "auto" or name not in ON_ONE_SPEC]
 # With this project's modules each dimension runs beside another one, or where ranks have no share; with
 # Megatron-Core's own the one that cuts most of them.
-ON_EACH_CHANGE = {
-    "auto": {"dp2_empty", "ep2_empty", "pp2_vpp2", "tp2_ep2", "tp2_etp2", "tp2_pp2", "pp2_ep2"},
-    "local": {"tp2"},
-}
-
-
-def marks_of(name: str, spec: str) -> list[pytest.MarkDecorator]:
-    if name not in ON_EACH_CHANGE[spec]:
-        return [pytest.mark.slow]
-    return [] if name == "pp2_ep2" else [pytest.mark.full]
-
-
-CASES = [
-    pytest.param(name, spec, marks=marks_of(name, spec))
-    for name in LAYOUTS
-    for spec in ("local", "auto")
-    if spec == "auto" or name not in ON_ONE_SPEC
-]
+COMBINING = ("dp2_empty", "ep2_empty", "pp2_vpp2", "tp2_ep2", "tp2_etp2", "tp2_pp2")
+ON_EACH_CHANGE = [("tp2", "local"), *((name, "auto") for name in COMBINING)]
 
 
 @cache
@@ -71,7 +57,7 @@ def assert_same_responses(found: dict[int, Response], expected: dict[int, Respon
         np.testing.assert_allclose(found[index].logprobs, response.logprobs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "layer_spec"), CASES)
+@pytest.mark.parametrize(("name", "layer_spec"), listed(CASES, [("pp2_ep2", "auto")], ON_EACH_CHANGE))
 def test_layout_generates_as_one_rank_does(name: str, layer_spec: str) -> None:
     world_size, changes, shares = LAYOUTS[name]
     run = GenerationRun(tiny_policy(world_size, layer_spec=layer_spec, **changes), shares=shares, max_batch_size=4)

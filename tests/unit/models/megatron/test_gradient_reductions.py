@@ -11,14 +11,13 @@ import pytest
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.quick_list import full
+from tests.support.tiny_model import tiny_policy
+from tests.support.training_run import RunSettings, shard_of_step, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import OVERLAP, WITHOUT_LOSSES, ZERO_1
 
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
 ONE_BY_ONE = tuple((sequence,) for sequence in range(8))
 # Auxiliary losses are means over microbatches, of which ranks have different ones.
-WITHOUT_LOSSES = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Step:
 
 
 def train_and_count(settings: RunSettings) -> list[Step]:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         groups = [
             group
             for chunk in trainer.ddp_chunks
@@ -61,9 +59,7 @@ def _counted(start_grad_sync: Any, counts: Counter[int], number: int) -> Any:
     return counted
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, pytest.param(ZERO_1, marks=pytest.mark.full), ZERO_1 | OVERLAP], ids=["ddp", "zero1", "overlap"]
-)
+@pytest.mark.parametrize("changes", [{}, full(ZERO_1), ZERO_1 | OVERLAP], ids=["ddp", "zero1", "overlap"])
 def test_gradients_are_reduced_once_a_step(changes: dict[str, bool]) -> None:
     """A21: not once a microbatch, which takes as many times the traffic, or adds up what has been added up before."""
     ranks = run_ranks(

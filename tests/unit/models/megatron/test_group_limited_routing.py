@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of a few groups alone: by hand, as transformers chooses them, and what Megatron-Core would choose."""
 
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -22,24 +23,24 @@ from tests.support.training_run import hf_config_of
 SCORES = torch.tensor([[0.5, 0.4, 0.6, 0.0, 0.45, 0.3]])
 
 
-def test_best_expert_speaks_for_its_group() -> None:
-    values, experts = group_limited_topk(SCORES, topk=2, num_groups=3, group_topk=2, best_of_group=1)
-    # Groups 2 and 1: of 0.5, 0.4, 0.6 and 0.0.
-    assert experts.tolist() == [[2, 0]]
-    torch.testing.assert_close(values, torch.tensor([[0.6, 0.5]]))
-
-
-def test_two_best_experts_speak_for_their_group() -> None:
-    values, experts = group_limited_topk(SCORES, topk=3, num_groups=3, group_topk=2, best_of_group=2)
-    # Groups 1 (0.9) and 3 (0.75), not 2 (0.6).
-    assert experts.tolist() == [[0, 4, 1]]
-    torch.testing.assert_close(values, torch.tensor([[0.5, 0.45, 0.4]]))
-
-
-def test_negative_scores_are_chosen_from_usable_groups() -> None:
-    """A bias can take scores below zero, which is where experts of other groups must not win."""
-    _, experts = group_limited_topk(SCORES - 2, topk=2, num_groups=3, group_topk=1, best_of_group=2)
-    assert experts.tolist() == [[0, 1]]
+@pytest.mark.parametrize(
+    ("scores", "topk", "group_topk", "best_of_group", "expected"),
+    [
+        # Groups 2 and 1: of 0.5, 0.4, 0.6 and 0.0.
+        (SCORES, 2, 2, 1, {2: 0.6, 0: 0.5}),
+        # Groups 1 (0.9) and 3 (0.75), not 2 (0.6).
+        (SCORES, 3, 2, 2, {0: 0.5, 4: 0.45, 1: 0.4}),
+        # A bias can take scores below zero, which is where experts of other groups must not win.
+        (SCORES - 2, 2, 1, 2, {0: -1.5, 1: -1.6}),
+    ],
+    ids=["the best expert is that of its group", "the two best experts are", "negative scores"],
+)
+def test_experts_are_chosen_from_the_best_groups(
+    scores: Tensor, topk: int, group_topk: int, best_of_group: int, expected: dict[int, float]
+) -> None:
+    values, experts = group_limited_topk(scores, topk, 3, group_topk, best_of_group=best_of_group)
+    assert experts.tolist() == [list(expected)]
+    torch.testing.assert_close(values, torch.tensor([list(expected.values())]))
 
 
 def test_gradients_reach_the_chosen_scores() -> None:
@@ -86,10 +87,8 @@ def _chosen(choice: GroupLimitedChoice, scores: Tensor) -> Tensor:
 
 
 def choices(model: str, *, is_limited: bool, replays: bool = False) -> list[tuple[bool, bool, bool]]:
-    """Return whether experts, and weights, of random routers with bias are those of transformers' routers.
-
-    Returns:
-        (the same experts for all tokens, the same weights, recorded experts are the chosen ones) for each router.
+    """Return for each of the random routers with bias whether it has the experts and the weights of transformers'
+    router for all tokens, and whether recorded experts are the chosen ones.
     """
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
@@ -135,31 +134,25 @@ def _indices(chosen: Tensor) -> Tensor:
 
 
 def _router_of_transformers(hf_config: Any) -> Any:
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
-
-    kinds = {
-        "deepseek_v2": DeepseekV2TopkRouter,
-        "deepseek_v3": DeepseekV3TopkRouter,
-        "deepseek_v32": DeepseekV32TopkRouter,
-        "glm4_moe": Glm4MoeTopkRouter,
-    }
-    return kinds[hf_config.model_type](hf_config)
+    kind = hf_config.model_type
+    modeling: Any = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    (router,) = (value for name, value in vars(modeling).items() if name.endswith("TopkRouter"))
+    return router(hf_config)
 
 
 MODELS = {"deepseek_v2_groups": 3, "deepseek_v3": 3, "deepseek_v32": 3, "glm4_moe_norms_groups": 2}
 """Layers with experts, by model."""
 
 
+WAYS: dict[str, dict[str, bool]] = {
+    "limited": {"is_limited": True},
+    "recorded": {"is_limited": True, "replays": True},
+    "as Megatron-Core": {"is_limited": False},
+}
+
+
 def all_choices() -> dict[str, list[tuple[bool, bool, bool]]]:
-    found = {}
-    for model in MODELS:
-        found[f"{model} limited"] = choices(model, is_limited=True)
-        found[f"{model} recorded"] = choices(model, is_limited=True, replays=True)
-        found[f"{model} as Megatron-Core"] = choices(model, is_limited=False)
-    return found
+    return {f"{model} {way}": choices(model, **chosen) for model in MODELS for way, chosen in WAYS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tests.support.family_reference import assert_same_tensors
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import stacked, tiny_tensors, write_folder
 from tests.support.hf_runs import NOTE, load_and_save, names_handed_out, outcomes_with_failure, save_twice
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 
@@ -21,10 +22,10 @@ from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
     ("world_size", "sizes"),
     [
         (2, {"ep": 2}),
-        pytest.param(2, {"tp": 2, "etp": 2}, marks=pytest.mark.full),
-        pytest.param(4, {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2, "ep": 2, "etp": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"ep": 2}, marks=pytest.mark.slow),
+        full(2, {"tp": 2, "etp": 2}),
+        slow(4, {"pp": 2, "ep": 2}),
+        slow(4, {"tp": 2, "ep": 2, "etp": 2}),
+        slow(4, {"ep": 2}),
     ],
 )
 def test_stacked_experts_come_together_in_one_tensor(world_size: int, sizes: dict[str, int], tmp_path: Path) -> None:
@@ -105,11 +106,9 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
 @pytest.mark.parametrize(
     ("sizes", "function"),
     [
-        pytest.param({"tp": 2, "etp": 2}, "torch.Tensor.new_empty", marks=pytest.mark.slow),
-        pytest.param(
-            {"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._joined", marks=pytest.mark.full
-        ),
-        pytest.param({"ep": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._as_bytes", marks=pytest.mark.full),
+        slow({"tp": 2, "etp": 2}, "torch.Tensor.new_empty"),
+        full({"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._joined"),
+        full({"ep": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._as_bytes"),
         ({"pp": 2}, "nemo_rl_moe.models.safetensors_files.SafetensorsWriter.write"),
     ],
 )

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading a Hugging Face folder: what does not fit is reported by all ranks first, and each reads its own part."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,23 @@ from tests.support.hf_runs import (
     load_with_each_damaged,
     spoil_while_loading,
 )
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS
 
 TIED = {"tie_word_embeddings": True}
 # A layer for each of two stages, two experts for each of two ranks: the folder is read once for every tensor.
 SMALLEST = {"num_hidden_layers": 2, "num_experts": 4}
+
+
+def through_ranks(
+    tensors: dict[str, torch.Tensor], folder: Path, num_ranks: int, model: Mapping[str, Any] = {}, **changes: Any
+) -> tuple[Path, Path, list[Any]]:
+    """Write the tensors, have ranks read and save them; the two folders, and what each rank answers."""
+    source, target = folder / "source", folder / "target"
+    write_folder(tensors, source)
+    policy = tiny_policy(num_ranks, **changes)
+    return source, target, run_ranks(load_and_save, num_ranks, policy, model, str(source), str(target), {})
 
 
 def test_what_does_not_fit_is_reported_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
@@ -51,21 +64,19 @@ def test_what_does_not_fit_is_reported_by_all_ranks_and_changes_nothing(tmp_path
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
     [
-        pytest.param(1, {}, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.full),
-        pytest.param(2, {"ep": 2}, marks=pytest.mark.full),
-        pytest.param(2, {"tp": 2, "etp": 2}, marks=pytest.mark.full),
+        full(1, {}),
+        full(2, {}),
+        full(2, {"ep": 2}),
+        full(2, {"tp": 2, "etp": 2}),
         (2, {"pp": 2}),
-        pytest.param(4, {"tp": 2, "ep": 2}, marks=pytest.mark.full),
+        full(4, {"tp": 2, "ep": 2}),
     ],
 )
 def test_damage_of_any_part_is_reported_by_name_in_every_layout(
     world_size: int, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     """Tensors that a rank reads whole are compared while it does so, the others before."""
-    source, folder = tmp_path / "source", tmp_path / "folder"
-    write_folder(tiny_tensors(tiny_hf_config(**SMALLEST)), source)
-    run_ranks(load_and_save, 1, tiny_policy(1), SMALLEST, str(source), str(folder), {})
+    _, folder, _ = through_ranks(tiny_tensors(tiny_hf_config(**SMALLEST)), tmp_path, 1, SMALLEST)
     places, files = {"": (str(folder / "files.json"), -1)}, {}
     for file, entry in read_inventory(folder).items():
         start = 0
@@ -80,9 +91,8 @@ def test_damage_of_any_part_is_reported_by_name_in_every_layout(
     for outcome in outcomes:
         assert outcome.pop("") == "loaded"
         for name, error in outcome.items():
-            assert error.startswith(f"policy.model_name: {folder / files[name]}: damaged in {name}: not the bytes "), (
-                error
-            )
+            said = f"policy.model_name: {folder / files[name]}: damaged in {name}: not the bytes "
+            assert error.startswith(said), error
             assert error.count("\n") == 0
 
 
@@ -131,19 +141,16 @@ def expected_bytes(tensors: dict[str, torch.Tensor], changes: dict[str, Any], si
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        pytest.param({"pp": 2}, {}, marks=pytest.mark.slow),
+        slow({"pp": 2}, {}),
         ({"pp": 2}, TIED),
-        pytest.param({"ep": 2}, {}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2, "ep": 2}, {}, marks=pytest.mark.full),
-        pytest.param({"tp": 2, "etp": 2}, {"vocab_size": 61}, marks=pytest.mark.full),
+        slow({"ep": 2}, {}),
+        full({"tp": 2, "ep": 2}, {}),
+        full({"tp": 2, "etp": 2}, {"vocab_size": 61}),
     ],
 )
 def test_each_rank_reads_what_it_holds(sizes: dict[str, int], changes: dict[str, Any], tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_hf_config(**changes))
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_folder(tensors, source)
-    policy = tiny_policy(2, **layout(**sizes))
-    outcomes = run_ranks(load_and_save, 2, policy, changes, str(source), str(target), {})
+    source, target, outcomes = through_ranks(tensors, tmp_path, 2, changes, **layout(**sizes))
     read = [num_bytes for _, _, num_bytes in outcomes]
     assert sum(read) == expected_bytes(tensors, changes if changes == TIED else {}, sizes)
     assert max(read) < 0.75 * sum(read)
@@ -153,20 +160,18 @@ def test_each_rank_reads_what_it_holds(sizes: dict[str, int], changes: dict[str,
 @pytest.mark.parametrize(
     ("world_size", "sizes", "layer_spec"),
     [
-        pytest.param(2, {"pp": 2, "vpp": 2}, "auto", marks=pytest.mark.full),
-        pytest.param(2, {"pp": 2, "last": 1}, "auto", marks=pytest.mark.full),
+        full(2, {"pp": 2, "vpp": 2}, "auto"),
+        full(2, {"pp": 2, "last": 1}, "auto"),
         (2, {"tp": 2, "etp": 2}, "local"),
-        pytest.param(2, {"ep": 2}, "local", marks=pytest.mark.full),
-        pytest.param(2, {}, "auto", marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2, "ep": 2, "pp": 2}, "auto", marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2, "etp": 2, "ep": 2}, "local", marks=pytest.mark.slow),
+        full(2, {"ep": 2}, "local"),
+        slow(2, {}, "auto"),
+        slow(4, {"tp": 2, "ep": 2, "pp": 2}, "auto"),
+        slow(4, {"tp": 2, "etp": 2, "ep": 2}, "local"),
     ],
 )
 def test_round_trip_keeps_every_bit(world_size: int, sizes: dict[str, int], layer_spec: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_folder(tiny_tensors(tiny_hf_config()), source)
-    policy = tiny_policy(world_size, layer_spec=layer_spec, **layout(**sizes))
-    run_ranks(load_and_save, world_size, policy, {}, str(source), str(target), {})
+    changes = {"layer_spec": layer_spec, **layout(**sizes)}
+    source, target, _ = through_ranks(tiny_tensors(tiny_hf_config()), tmp_path, world_size, **changes)
     assert_same_tensors(target, source)
 
 
@@ -185,14 +190,11 @@ def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
         assert not second[ours].any()
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({"ep": 2}, marks=pytest.mark.slow), {"tp": 2, "etp": 2}])
+@pytest.mark.parametrize("sizes", [slow({"ep": 2}), {"tp": 2, "etp": 2}])
 def test_experts_may_be_stacked(sizes: dict[str, int], tmp_path: Path) -> None:
     hf_config = tiny_hf_config()
     tensors = tiny_tensors(hf_config)
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_folder(stacked(tensors, hf_config), source)
-    policy = tiny_policy(2, **layout(**sizes))
-    run_ranks(load_and_save, 2, policy, {}, str(source), str(target), {})
+    _, target, _ = through_ranks(stacked(tensors, hf_config), tmp_path, 2, **layout(**sizes))
     written = tensors_in(target)
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
@@ -202,20 +204,16 @@ def test_experts_may_be_stacked(sizes: dict[str, int], tmp_path: Path) -> None:
 def test_other_types_are_cast(tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}
     tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_folder(tensors, source)
-    run_ranks(load_and_save, 1, tiny_policy(), {}, str(source), str(target), {})
+    _, target, _ = through_ranks(tensors, tmp_path, 1)
     written = tensors_in(target)
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
     assert all(torch.equal(written[name], tensor.float()) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "etp": 2}, pytest.param({"ep": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"tp": 2, "etp": 2}, slow({"ep": 2})])
 def test_model_of_half_the_bits_keeps_them(sizes: dict[str, int], tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_folder({name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}, source)
-    policy = tiny_policy(2, precision="bfloat16", **layout(**sizes))
-    run_ranks(load_and_save, 2, policy, {}, str(source), str(target), {})
+    tensors = {name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}
+    source, target, _ = through_ranks(tensors, tmp_path, 2, precision="bfloat16", **layout(**sizes))
     assert_same_tensors(target, source)
 
 
@@ -239,28 +237,19 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None
 def test_tensors_of_a_mixed_folder_that_are_rounded_are_named(tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_hf_config())
     mixed = {name: tensor if name.endswith("norm.weight") else tensor.bfloat16() for name, tensor in tensors.items()}
-    for name, content in {"mixed": mixed, "float32": tensors}.items():
-        write_folder(content, tmp_path / name)
-        policy = tiny_policy(2, precision="bfloat16", **layout(pp=2))
-        notices, _, _ = run_ranks(
-            load_and_save, 2, policy, {}, str(tmp_path / name), str(tmp_path / f"{name} saved"), {}
-        )[0]
-        if name == "mixed":
-            (line,) = notices
-            assert line.startswith(f"{tmp_path / name}: 17 tensors of type F32 rounded to policy.precision, which is")
-        else:
-            assert notices == []
+    changes = {"precision": "bfloat16", **layout(pp=2)}
+    source, _, (((line,), _, _), _) = through_ranks(mixed, tmp_path / "mixed", 2, **changes)
+    assert line.startswith(f"{source}: 17 tensors of type F32 rounded to policy.precision, which is")
+    _, _, ((notices, _, _), _) = through_ranks(tensors, tmp_path / "float32", 2, **changes)
+    assert notices == []
 
 
 def test_tensors_without_use_are_left_out_and_reported(tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_hf_config(**TIED))
     more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     more |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(4)}
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_folder({**tensors, **more}, source)
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    policy = tiny_policy(2, **layout(pp=2), **bias)
-    outcomes = run_ranks(load_and_save, 2, policy, TIED, str(source), str(target), {})
+    changes = {**layout(pp=2), **EXPERT_BIAS}
+    source, target, outcomes = through_ranks({**tensors, **more}, tmp_path, 2, TIED, **changes)
     assert outcomes[0][:2] == outcomes[1][:2]
     notices, without_rule, _ = outcomes[0]
     assert notices == [

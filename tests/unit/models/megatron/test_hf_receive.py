@@ -19,6 +19,7 @@ from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from nemo_rl_moe.weight_sync.transport import NamedTensor
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import hf_config_of
 
@@ -80,31 +81,21 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "model",
-    [*list(MODELS)[:4], *(pytest.param(each, marks=pytest.mark.full) for each in list(MODELS)[4:])],
-)
+@pytest.mark.parametrize("model", [*list(MODELS)[:4], *(full(each) for each in list(MODELS)[4:])])
 def test_every_parameter_of_a_whole_model_arrives(model: str) -> None:
     ((num_tensors, changed),) = run_ranks(lost_after_a_transfer, 1, tiny_policy(1), MODELS[model])
     assert num_tensors > 10
     assert not changed
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"tp": 2}, pytest.param({"ep": 2}, marks=pytest.mark.full), pytest.param({"pp": 2}, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, full({"ep": 2}), full({"pp": 2})])
 def test_each_rank_takes_its_slices(sizes: dict[str, int]) -> None:
     for _, changed in run_ranks(lost_after_a_transfer, 2, tiny_policy(2, **layout(**sizes)), {"vocab_size": 61}):
         assert not changed
 
 
-def without_an_expert(tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if "experts.3.down" not in name}
-
-
-def without_biases(tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if "e_score_correction_bias" not in name}
+def without(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
 def with_a_shorter_norm(tensors: Tensors) -> Tensors:
@@ -114,12 +105,12 @@ def with_a_shorter_norm(tensors: Tensors) -> Tensors:
 FAULTS: Mapping[str, tuple[Mapping[str, Any] | str, Callable[[Tensors], Tensors], str]] = {
     "missing": (
         {},
-        without_an_expert,
+        without("experts.3.down"),
         "tensors have not arrived: model.layers.0.mlp.experts.3.down_proj.weight, model.layers.1.mlp.experts.3",
     ),
     "a bias that is no parameter": (
         "minimax_m2",
-        without_biases,
+        without("e_score_correction_bias"),
         "4 tensors have not arrived: model.layers.0.block_sparse_moe.e_score_correction_bias, ",
     ),
     "another shape": ({}, with_a_shorter_norm, "model.norm.weight has the shape [31], expected [32]"),

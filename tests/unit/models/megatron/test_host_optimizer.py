@@ -10,6 +10,7 @@ import pytest
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import inner_optimizers, optimizer_parts
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import slow
 from tests.support.tiny_model import parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer
 
@@ -39,17 +40,12 @@ def shares_on_the_host(job: RunSettings) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("fraction", "overlap"), [(1.0, True), pytest.param(0.5, False, marks=pytest.mark.slow)], ids=["all", "half"]
-)
+@pytest.mark.parametrize(("fraction", "overlap"), [(1.0, True), slow(0.5, False)], ids=["all", "half"])
 def test_offloaded_steps_are_those_without(tmp_path: Path, fraction: float, overlap: bool) -> None:
     folders = [tmp_path / name for name in ("plain", "offloaded")]
     for folder in folders:
         folder.mkdir()
-    chosen = {
-        "optimizer__optimizer_offload_fraction": fraction,
-        "optimizer__overlap_cpu_optimizer_d2h_h2d": overlap,
-    }
+    chosen = {"optimizer__optimizer_offload_fraction": fraction, "optimizer__overlap_cpu_optimizer_d2h_h2d": overlap}
     plain, offloaded = settings(2), settings(2, **OFFLOAD, **chosen)
     whole, saved = (
         run_ranks(train_and_save, 2, job, str(folder), 1, 3)[0]

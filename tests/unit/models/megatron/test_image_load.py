@@ -9,41 +9,32 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, make_shard, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch, make_shard
 from nemo_rl_moe.models.images import IS_IMAGE
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.routing.metrics.modality_metrics import modality_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    layout,
-    parallel_job,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_hf_config,
-    with_image_tokens,
+from tests.support.quick_list import full, slow
+from tests.support.tiny_model import layout, tiny_batch, with_image_tokens
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    PACKED,
+    TOPK,
+    replay_policy,
+    with_random_routes,
 )
 
-NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
-PACKED = {"sequence_packing__enabled": True}
 # Microbatches of different sizes, and sequences that do not lie in their order.
-PLANS: dict[int, tuple[Any, ...]] = {
-    1: (((3, 1), (0,), (4, 5), (7, 6, 2)),),
-    2: (((3,), (1, 5)), ((4, 0), (7, 6, 2))),
-}
+PLANS: dict[int, tuple[Any, ...]] = {1: (((3, 1), (0,), (4, 5), (7, 6, 2)),), 2: (((3,), (1, 5)), ((4, 0), (7, 6, 2)))}
 
 
 def batch_with_images() -> TokenBatch:
     """Eight sequences, some without an image, with experts that no router would choose."""
-    batch = with_image_tokens(tiny_batch(3))
-    rows, width = batch.input_ids.shape
-    scores = torch.rand(rows, width, NUM_LAYERS, NUM_EXPERTS, generator=torch.Generator().manual_seed(7))
-    routes = scores.topk(TOPK, -1).indices.to(torch.int16)
-    fed = torch.arange(width) < (batch.lengths - 1)[:, None]
-    routes = routes.where(fed[:, :, None, None], -1)
-    return batch.with_columns(**{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)})
+    return with_random_routes(with_image_tokens(tiny_batch(3)))
 
 
 def by_hand(batch: TokenBatch) -> torch.Tensor:
@@ -59,8 +50,7 @@ def by_hand(batch: TokenBatch) -> torch.Tensor:
 
 
 def train(policy: Any, plan: Any, with_images: bool, steps: int) -> tuple[ExpertLoad | None, dict[str, float]]:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         batch = batch_with_images()
         if not with_images:
             batch = replace(batch, columns={ROUTED_EXPERTS: batch.columns[ROUTED_EXPERTS]})
@@ -73,39 +63,28 @@ def train(policy: Any, plan: Any, with_images: bool, steps: int) -> tuple[Expert
 def run(
     world_size: int = 1, *, copies: int = 1, with_images: bool = True, steps: int = 1, **changes: Any
 ) -> tuple[ExpertLoad, dict[str, float]]:
-    given = {"activation_checkpointing": "none", "routing_replay": "rollout", **changes}
-    policy = tiny_grpo_policy(world_size, **given)
+    policy = replay_policy(world_size, **changes)
     found: Any = run_ranks(train, world_size, policy, PLANS[copies], with_images, steps)
     return found[0]
 
 
-LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
-    (1, 1, {}),
-    (1, 1, {"layer_spec": "local", "activation_checkpointing": "full"}),
-    (1, 1, PACKED),
-    (2, 2, {}),
-    (2, 2, layout(ep=2) | {"activation_checkpointing": "moe"}),
-    (2, 2, layout(ep=2) | PACKED),
-    (2, 1, layout(tp=2)),
-    (2, 1, layout(tp=2) | PACKED),
-    (2, 1, layout(pp=2) | {"activation_checkpointing": "full"}),
-    (2, 1, layout(pp=2, vpp=2) | PACKED),
-    (4, 2, layout(pp=2, tp=1)),
-    (4, 1, layout(pp=2, tp=2) | PACKED),
-)
-# One of each kind of layout; the others prove the same once more.
-ON_EACH_CHANGE = {0, 2, 4, 6, 9}
-
-
-def marks_of(index: int) -> list[pytest.MarkDecorator]:
-    if index not in ON_EACH_CHANGE:
-        return [pytest.mark.slow]
-    return [] if index in (2, 4) else [pytest.mark.full]
-
-
+# One of each kind of layout is not slow; the others prove the same once more.
 @pytest.mark.parametrize(
     ("world_size", "copies", "changes"),
-    [pytest.param(*given, marks=marks_of(index)) for index, given in enumerate(LAYOUTS)],
+    [
+        full(1, 1, {}),
+        slow(1, 1, {"layer_spec": "local", "activation_checkpointing": "full"}),
+        (1, 1, PACKED),
+        slow(2, 2, {}),
+        (2, 2, layout(ep=2) | {"activation_checkpointing": "moe"}),
+        slow(2, 2, layout(ep=2) | PACKED),
+        full(2, 1, layout(tp=2)),
+        slow(2, 1, layout(tp=2) | PACKED),
+        slow(2, 1, layout(pp=2) | {"activation_checkpointing": "full"}),
+        full(2, 1, layout(pp=2, vpp=2) | PACKED),
+        slow(4, 2, layout(pp=2, tp=1)),
+        slow(4, 1, layout(pp=2, tp=2) | PACKED),
+    ],
 )
 def test_every_layout_counts_what_a_hand_does(world_size: int, copies: int, changes: dict[str, Any]) -> None:
     load, _ = run(world_size, copies=copies, **changes)

@@ -13,17 +13,17 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GenerationBatch
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_grpo_policy
+from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, tiny_grpo_policy
 from tests.support.vision_models import IMAGE, mixed_batch, transformers_inputs, vision_batch, write_vision_model
 from tests.unit.models.megatron.test_generation_images import GREEDY, as_request, rows_of, trainer_of
-from tests.unit.models.megatron.test_router_replay import _OfTheLastMicrobatch, random_routes
+from tests.unit.models.megatron.test_router_replay import _OfTheLastMicrobatch
+from tests.unit.models.megatron.tiny_trainers import shard_for, with_random_routes
 
 MODELS = ["internvl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)]
 SPECS = ("auto", "local")
@@ -163,11 +163,8 @@ def replayed(policy: PolicyConfig, model_type: str, folder: Path, hooks: type[Ro
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_rl_moe.models.megatron.training.router_hooks.RouterHooks", hooks)
         trainer = trainer_of(policy, folder)
-        batch = mixed_batch(model_type)
-        capture = per_token(random_routes(batch), Destination.MODEL, fill=-1)
-        batch = batch.with_columns(**{ROUTED_EXPERTS: capture})
-        place = trainer.coordinates
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+        batch = with_random_routes(mixed_batch(model_type))
+        shard = shard_for(trainer, batch, MICROBATCHES)
         logprobs = logprobs_by_sequence(trainer, shard, batch, MICROBATCHES)
         result = trainer.train([shard], sft_loss)
         return Step(logprobs, result.global_loss, result.grad_norm, result.moe_metrics.get("routing/rows_usable_share"))

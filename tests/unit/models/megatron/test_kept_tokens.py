@@ -16,6 +16,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS, NONE_KEPT, check_kept_tokens, kept_tokens_column
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
@@ -31,23 +32,25 @@ from tests.support.training_run import (
     generator_of,
     prompts,
     request_of,
+    tiny_trainer,
 )
 from tests.unit.models.megatron.test_chunked_head import (
     COLUMNS,
     ROWS,
-    TEMPERATURE,
     VOCABULARY,
-    head_of_rank,
+    RankHead,
+    as_arrays,
+    assert_same_head,
     numbers,
+    whole_logits,
 )
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED
 
 K = 9
 GROUPS = ((0, 1), (2, 3), (4, 5))
 KEPT_SAMPLING = replace(SAMPLING, temperature=1.0, top_k=K, top_p=0.6, returns_kept_tokens=True)
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
 MODEL = {"vocab_size": 65}
-PACKED = {"sequence_packing__enabled": True}
-CHUNKED = {"logprob_chunk_size": 7}
 
 
 def kept_ids() -> Tensor:
@@ -65,43 +68,28 @@ def kept_ids() -> Tensor:
 def head_over_kept(world_size: int, sequence_parallel: bool) -> tuple[np.ndarray, ...]:
     with parallel_job(tiny_policy(world_size, **layout(tp=world_size))) as rank:
         given = numbers()
-        found, hidden, weight = head_of_rank(
-            rank, world_size, given, sequence_parallel=sequence_parallel, candidate_ids=kept_ids()
-        )
-        found = found.over_kept(kept_ids())
+        head = RankHead.of(rank, world_size, given, sequence_parallel=sequence_parallel)
+        found = head.statistics(given, kept_ids()).over_kept(kept_ids())
         (found.logprobs * given.of_logprobs).sum().backward()
-        assert hidden.grad is not None
-        assert weight.grad is not None
-        return tuple(each.detach().numpy() for each in (found.logprobs, hidden.grad, weight.grad))
+        return as_arrays(found.logprobs, head.hidden.grad, head.weight.grad)
 
 
 def by_autograd() -> tuple[np.ndarray, ...]:
     given, ids = numbers(), kept_ids().long()
-    hidden, weight = (values.double().requires_grad_() for values in (given.hidden, given.weight))
-    logits = (hidden @ weight[:VOCABULARY].T / TEMPERATURE).transpose(0, 1)
+    hidden, weight, logits = whole_logits(given)
     is_kept = torch.zeros(ROWS, COLUMNS, VOCABULARY + 1, dtype=torch.bool)
     is_kept.scatter_(-1, ids.where(ids >= 0, VOCABULARY), value=True)
     is_kept = is_kept[..., :VOCABULARY] | (ids[..., :1] < 0)
     log_p = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
     logprobs = log_p.gather(-1, given.labels[..., None])[..., 0]
     (logprobs * given.of_logprobs).sum().backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return tuple(each.detach().numpy() for each in (logprobs, hidden.grad, weight.grad))
+    return as_arrays(logprobs, hidden.grad, weight.grad)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sequence_parallel"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.full), (2, True)],
-)
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), full(2, False), (2, True)])
 def test_numbers_and_gradients_are_those_of_masked_logits(world_size: int, sequence_parallel: bool) -> None:
     ranks = run_ranks(head_over_kept, world_size, world_size, sequence_parallel)
-    logprobs, of_hidden, of_weight = by_autograd()
-    for rank in ranks:
-        np.testing.assert_allclose(rank[0], logprobs, atol=1e-12, rtol=1e-12)
-    hidden = np.concatenate([rank[1] for rank in ranks]) if sequence_parallel else ranks[0][1]
-    np.testing.assert_allclose(hidden, of_hidden, atol=1e-12, rtol=1e-12)
-    np.testing.assert_allclose(np.concatenate([rank[2] for rank in ranks]), of_weight, atol=1e-12, rtol=1e-12)
+    assert_same_head(ranks, by_autograd(), sequence_parallel=sequence_parallel)
 
 
 def batch_of(sequences: list[GeneratedSequence]) -> TokenBatch:
@@ -167,8 +155,7 @@ class Seen:
 
 
 def trained(policy: PolicyConfig, batch: TokenBatch) -> Seen:
-    with parallel_job(policy):
-        trainer = build_trainer(policy, MODEL)
+    with tiny_trainer(policy, MODEL) as trainer:
         shard = shard_of_rank(batch, microbatches=GROUPS)
         logprobs = logprobs_by_sequence(trainer, shard, batch, GROUPS)
         results = [trainer.train([shard], sft_loss) for _ in range(2)]
@@ -194,11 +181,11 @@ def test_training_has_the_engine_s_log_probabilities(sequences: list[GeneratedSe
     ("world_size", "changes"),
     [
         (1, PACKED),
-        pytest.param(1, CHUNKED, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        full(1, CHUNKED),
+        full(2, layout(tp=2)),
         (2, layout(tp=2) | PACKED | CHUNKED),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2, vpp=2) | PACKED, marks=pytest.mark.slow),
+        full(2, layout(pp=2)),
+        slow(2, layout(pp=2, vpp=2) | PACKED),
     ],
 )
 def test_layouts_agree(

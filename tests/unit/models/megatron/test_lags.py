@@ -4,8 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,11 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.lag_metrics import LagSums, lag_table
 from nemo_rl_moe.algorithms.losses.lag_sums import LagSum
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, quarters_of, sum_key
-from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
-from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
-from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, fed_tokens, in_router_order, row_lags
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import join_metrics
 from nemo_rl_moe.rollouts.training_batch import token_lags, training_batch
@@ -34,18 +28,17 @@ from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.token_lag import LAG_CLASSES, NO_LAG, TOKEN_LAG
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    MICROBATCHES,
-    layout,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_hf_config,
+from tests.support.tiny_model import layout, tiny_batch, tiny_grpo_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    ADVANTAGES,
+    NUM_LAYERS,
+    TOPK,
+    policy_gradient_loss,
+    shard_for,
+    with_advantages,
 )
 
-NUM_LAYERS, TOPK = 4, 2
-ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.5, 0.75, 0.5, -1.0, 0.5])
 SETTINGS = {"activation_checkpointing": "none", "routing_replay": "none", "capture_routing": True}
 NO_AGREEMENT = np.full(len(LAG_CLASSES), np.nan)
 
@@ -58,28 +51,18 @@ class Version:
     routes: np.ndarray[Any, Any]
 
 
-def loss(*, on_policy: bool) -> PolicyGradientLoss:
-    return PolicyGradientLoss(
-        load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=on_policy
-    )
-
-
 def plain_batch() -> TokenBatch:
-    batch = tiny_batch(3)
-    logprobs = torch.full(batch.input_ids.shape, -3.0)
-    return batch.with_columns(advantages=per_sequence(ADVANTAGES), generation_logprobs=per_token(logprobs))
+    return with_advantages(tiny_batch(3))
 
 
 def train(trainer: MegatronTrainer, batch: TokenBatch, *, on_policy: bool = True) -> Any:
-    place = trainer.coordinates
-    shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
-    return trainer.train([shard], loss(on_policy=on_policy))
+    return trainer.train([shard_for(trainer, batch)], policy_gradient_loss(prev_is_current=on_policy))
 
 
 def versions(policy: GeneratingPolicyConfig, number: int) -> list[Version]:
     """On one rank: the model before and after each of its first updates."""
-    with parallel_job(policy):
-        trainer, batch, found = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10), plain_batch(), []
+    with tiny_trainer(policy) as trainer:
+        batch, found = plain_batch(), []
         for _ in range(number):
             (logprobs,), stored = trainer.logprobs_and_routes([batch])
             routes = np.full((*batch.input_ids.shape, NUM_LAYERS, TOPK), -1, dtype=np.int16)
@@ -122,8 +105,7 @@ def last_update(
     policy: GeneratingPolicyConfig, found: list[Version]
 ) -> tuple[dict[str, MetricSeries], dict[str, float]]:
     """On every rank: the updates to the last version, then one on the tokens of all of them."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         for _ in found[1:]:
             train(trainer, plain_batch())
         result = train(trainer, lagged_batch(found), on_policy=False)
@@ -138,16 +120,11 @@ def found() -> list[Version]:
 
 @dataclass(frozen=True)
 class Reported:
-    """What the last update reports.
-
-    Attributes:
-        agreement: Of the routers with the rollouts, by lag.
-        by_position: Sums of the quarters of sequences.
-    """
+    """What the last update reports."""
 
     sums: LagSums
-    agreement: dict[str, float]
-    by_position: dict[str, float]
+    agreement: dict[str, float]  # of the routers with the rollouts, by lag
+    by_position: dict[str, float]  # sums of the quarters of sequences
 
 
 def run(found: list[Version], world_size: int = 1, **changes: Any) -> Reported:
@@ -228,28 +205,6 @@ def test_quarters_are_those_of_whole_sequences(found: list[Version], expected: R
         assert difference == pytest.approx(sum(each.sum() for each in gaps), rel=1e-4)
 
 
-@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
-@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_a_row_has_the_lag_of_the_token_after_it(make: Any, size: int, context: int) -> None:
-    """On each rank's own tokens, with sequence and context parallelism too: every lag is that of its column."""
-    batch = tiny_batch(3).select([0, 3, 5])
-    numbers = 1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
-    batch = replace(batch, input_ids=numbers).with_columns(**{TOKEN_LAG: per_token(numbers.int(), fill=NO_LAG)})
-    lengths, seen = batch.lengths.tolist(), []
-    for context_rank, rank in product(range(context), range(size)):
-        place = ContextPlace(context_rank, context)
-        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), torch.device("cpu"))
-        cut = SequenceCut(rank, size)
-        lags = row_lags(microbatch, cut)
-        assert lags is not None
-        tokens = in_router_order(microbatch.input_ids, cut)
-        fed = fed_tokens(microbatch, cut)
-        assert (lags[fed] == tokens[fed] + 1).all()
-        assert (lags[~fed] == NO_LAG).all()
-        seen += tokens[fed].tolist()
-    assert len(seen) == sum(lengths) - len(lengths)
-
-
 @dataclass(frozen=True)
 class Drawn:
     """A step on responses that the engine has drawn by known versions, and what each version says of them."""
@@ -304,8 +259,7 @@ class Responses:
 
 def drawn_by_versions(policy: GeneratingPolicyConfig) -> Drawn:
     """Eight responses: 0 to 2 by version 0, 3 to 5 begun by version 0 and ended by version 1, 6 and 7 by version 2."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         responses = Responses.begun([[3 + row, 7, 11] for row in range(8)])
         kept: dict[int, dict[str, Tensor]] = {}
         for parts in ([(range(3), 24), (range(3, 6), 12)], [(range(3, 6), 12)], [(range(6, 8), 24)]):
@@ -317,7 +271,7 @@ def drawn_by_versions(policy: GeneratingPolicyConfig) -> Drawn:
                 train(trainer, plain_batch())
         found = responses.trajectories
         lags = token_lags(found, trainer.num_updates)
-        batch = training_batch(found, ADVANTAGES.view(4, 2), 0, leave_out_truncated=False)
+        batch = training_batch(found, torch.tensor(ADVANTAGES).view(4, 2), 0, leave_out_truncated=False)
         logprobs = {}
         for version, earlier in kept.items():
             with weights_of(trainer, earlier):

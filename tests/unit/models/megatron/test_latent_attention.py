@@ -5,6 +5,7 @@
 import os
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,21 +21,21 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules, wrap_data_parallel
-from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import tensors_in, trainer_of
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import (
     Difference,
     RankRun,
     RunSettings,
-    build_trainer,
-    difference,
     hf_config_of,
     shard_of_step,
+    tiny_trainer,
     train_run,
 )
+from tests.unit.models.megatron.tiny_trainers import assert_within
 
 # Largest seen over all layouts and both versions of Megatron-Core.
 TOLERANCE = Difference(loss=1e-6, grad_norm=1e-5, moe_metrics=1e-5, weights=5e-5)
@@ -51,7 +52,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2_ep2": (4, {"pp": 2, "ep": 2}),
     "tp2_ep2": (2, {"tp": 2, "ep": 2}),
 }
-slow = pytest.mark.slow
 
 
 def settings_of(model: str, world_size: int = 1, sizes: Mapping[str, int] | None = None, **changes: Any) -> RunSettings:
@@ -66,18 +66,11 @@ def one_rank(model: str) -> RankRun:
 
 
 def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
-    found = difference(runs, reference)
-    for name, limit in vars(TOLERANCE).items():
-        assert getattr(found, name) <= limit, f"{name}: {found}"
-
-
-def marks_of(model: str, chosen: str) -> list[pytest.MarkDecorator]:
-    return {("v3", "pp2_ep2"): [], ("v3", "tp2"): [pytest.mark.full]}.get((model, chosen), [slow])
+    assert_within(TOLERANCE, runs, reference)
 
 
 @pytest.mark.parametrize(
-    ("model", "chosen"),
-    [pytest.param(model, chosen, marks=marks_of(model, chosen)) for model in MODELS for chosen in LAYOUTS],
+    ("model", "chosen"), listed(product(MODELS, LAYOUTS), quick=[("v3", "pp2_ep2")], in_full=[("v3", "tp2")])
 )
 def test_layout_trains_as_one_rank_does(model: str, chosen: str) -> None:
     world_size, sizes = LAYOUTS[chosen]
@@ -102,11 +95,11 @@ def test_projections_cut_in_columns_lose_gradients() -> None:
     ("model", "changes"),
     [
         ("v3", {"sequence_packing__enabled": True}),
-        pytest.param("v3", {"activation_checkpointing": "full"}, marks=slow),
-        pytest.param("v3", {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
-        pytest.param("v3", {"layer_spec": "local"}, marks=slow),
-        pytest.param("v2", {"layer_spec": "local"}, marks=pytest.mark.full),
-        pytest.param("v2", {"sequence_packing__enabled": True}, marks=slow),
+        slow("v3", {"activation_checkpointing": "full"}),
+        full("v3", {"activation_checkpointing": "moe"}),
+        slow("v3", {"layer_spec": "local"}),
+        full("v2", {"layer_spec": "local"}),
+        slow("v2", {"sequence_packing__enabled": True}),
     ],
 )
 def test_ways_to_compute_make_no_difference(model: str, changes: dict[str, Any]) -> None:
@@ -115,8 +108,7 @@ def test_ways_to_compute_make_no_difference(model: str, changes: dict[str, Any])
 
 def norms_and_biases(settings: RunSettings) -> tuple[list[float], dict[str, Any]]:
     """Epsilons of the latents' norms, and the routers' bias after training."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         modules = [module for chunk in trainer.chunks for module in chunk.named_modules()]
         eps = [module.eps for name, module in modules if name.endswith(("q_layernorm", "kv_layernorm"))]
@@ -159,27 +151,6 @@ def test_bfloat16_trains_and_keeps_the_bias_exact() -> None:
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "writer", "reader"),
-    [
-        ("v3", "tp2", "pp2_ep2"),
-        pytest.param("v3", "pp2_ep2", "tp2", marks=slow),
-        pytest.param("moonlight", "ep2", "tp2", marks=slow),
-    ],
-)
-def test_checkpoint_goes_on_in_another_layout(model: str, writer: str, reader: str, tmp_path: Path) -> None:
-    ranks, sizes = LAYOUTS[writer]
-    ranks_after, sizes_after = LAYOUTS[reader]
-    written = run_ranks(train_and_save, ranks, settings_of(model, ranks, sizes), str(tmp_path), 1, 3)[0][1:]
-    after = settings_of(model, ranks_after, sizes_after)
-    read = run_ranks(load_and_train, ranks_after, after, str(tmp_path), 1, 3)[0]
-    assert len(written) == len(read) == 2
-    for expected, found in zip(written, read, strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-
-
 def round_trip_in_bfloat16(folder: str, exported: str, policy: PolicyConfig) -> bool:
     """Writes a checkpoint as released ones are, reads it, writes it again; on rank 0, whether the tensors are equal."""
     if os.environ["RANK"] == "0":
@@ -210,7 +181,7 @@ def same_types_and_values(found: dict[str, Tensor], expected: dict[str, Tensor])
     )
 
 
-@pytest.mark.parametrize("chosen", ["ep2", pytest.param("tp2", marks=slow), pytest.param("pp2", marks=slow)])
+@pytest.mark.parametrize("chosen", ["ep2", slow("tp2"), slow("pp2")])
 def test_bias_stays_in_float32_from_file_to_file(chosen: str, tmp_path: Path) -> None:
     world_size, sizes = LAYOUTS[chosen]
     policy = tiny_policy(world_size, precision="bfloat16", **layout(**sizes))

@@ -4,19 +4,20 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import Difference, RankRun, RunSettings, difference, train_run
+from tests.unit.models.megatron.tiny_trainers import OVERLAP, ZERO_1, assert_within
 
 # Largest seen over all layouts and both versions of Megatron-Core: 6e-8, 5e-7, 5e-7 and 6e-6; a weight moves by 1e-2.
 TOLERANCE = Difference(loss=5e-7, grad_norm=2e-6, moe_metrics=2e-6, weights=1e-5)
 
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
 LATE_WEIGHTS = {
     "distributed_data_parallel_config__overlap_param_gather": True,
     "distributed_data_parallel_config__bucket_size": 20_000,
@@ -64,9 +65,7 @@ def _model(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 
 def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
-    found = difference(runs, reference)
-    for name, limit in vars(TOLERANCE).items():
-        assert getattr(found, name) <= limit, f"{name}: {found}"
+    assert_within(TOLERANCE, runs, reference)
 
 
 # Every dimension of a layout, every two of them, and the sharded optimizer with each are in one of these.
@@ -88,23 +87,17 @@ WITH_STOCK_MODULES = {"ep2", "tp2"}
 QUICK = {("tp2_pp2_ep2_zero1", "auto"), ("ep2", "local")}
 
 
-def _marks(name: str, layer_spec: str) -> list[pytest.MarkDecorator]:
-    on_each_change = WITH_STOCK_MODULES if layer_spec == "local" else COMBINING_MOST
-    if name not in on_each_change:
-        return [pytest.mark.slow]
-    return [] if (name, layer_spec) in QUICK else [pytest.mark.full]
-
-
 # The sharded optimizer does not know which modules run, so with Megatron-Core's own it is tried once.
 CASES = [
-    pytest.param(name, layer_spec, marks=_marks(name, layer_spec))
+    (name, layer_spec)
     for name in LAYOUTS
     for layer_spec in ("local", "auto")
     if layer_spec == "auto" or "zero1" not in name or name == "ep2_zero1"
 ]
+ON_EACH_CHANGE = [(name, "auto") for name in COMBINING_MOST] + [(name, "local") for name in WITH_STOCK_MODULES]
 
 
-@pytest.mark.parametrize(("name", "layer_spec"), CASES)
+@pytest.mark.parametrize(("name", "layer_spec"), listed(CASES, QUICK, ON_EACH_CHANGE))
 def test_layout_trains_as_one_rank_does(name: str, layer_spec: str) -> None:
     world_size, changes = LAYOUTS[name]
     settings = RunSettings(tiny_policy(world_size, layer_spec=layer_spec, **changes))
@@ -115,11 +108,11 @@ def test_layout_trains_as_one_rank_does(name: str, layer_spec: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "layer_spec"),
     [
-        pytest.param({"pp": 2}, "local", id="pp2-local", marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, "auto", id="pp2-auto", marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "tp": 2}, "local", id="pp2_tp2-local", marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "tp": 2}, "auto", id="pp2_tp2-auto", marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "ep": 2}, "local", id="pp2_ep2-local", marks=pytest.mark.slow),
+        slow({"pp": 2}, "local", id="pp2-local"),
+        slow({"pp": 2}, "auto", id="pp2-auto"),
+        slow({"pp": 2, "tp": 2}, "local", id="pp2_tp2-local"),
+        slow({"pp": 2, "tp": 2}, "auto", id="pp2_tp2-auto"),
+        slow({"pp": 2, "ep": 2}, "local", id="pp2_ep2-local"),
         pytest.param({"pp": 2, "ep": 2}, "auto", id="pp2_ep2-auto"),
     ],
 )
@@ -143,21 +136,10 @@ RECOMPUTING = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes", "layer_spec", "what"),
-    [
-        pytest.param(
-            *job,
-            what,
-            id=f"{name}-{what}",
-            marks=() if f"{name}-{what}" in ("pp2-local-full", "ep2-auto-moe") else pytest.mark.slow,
-        )
-        for name, job in RECOMPUTING.items()
-        for what in ("full", "moe")
-    ],
+    ("name", "what"), listed(product(RECOMPUTING, ("full", "moe")), [("pp2-local", "full"), ("ep2-auto", "moe")])
 )
-def test_recomputed_activations_change_nothing(
-    world_size: int, sizes: dict[str, int], layer_spec: str, what: str
-) -> None:
+def test_recomputed_activations_change_nothing(name: str, what: str) -> None:
+    world_size, sizes, layer_spec = RECOMPUTING[name]
     policy = tiny_policy(world_size, layer_spec=layer_spec, activation_checkpointing=what, **layout(**sizes))
     runs = run_ranks(train_run, world_size, RunSettings(policy))
     # The MoE metrics are part of it: a router that runs twice must not count twice.
@@ -167,13 +149,13 @@ def test_recomputed_activations_change_nothing(
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, {}, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.slow),
+        full(1, {}),
+        slow(2, {}),
         (2, layout(ep=2)),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(4, layout(tp=2, pp=2), marks=pytest.mark.full),
+        slow(2, layout(pp=2)),
+        slow(2, layout(pp=2, vpp=2)),
+        slow(2, layout(tp=2)),
+        full(4, layout(tp=2, pp=2)),
     ],
     ids=["single", "dp2", "ep2", "pp2", "pp2_vpp2", "tp2", "tp2_pp2"],
 )
@@ -194,11 +176,7 @@ def test_uneven_stages_in_pieces_train_as_one_rank_does() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [
-        pytest.param(2, {"ep": 2}, marks=pytest.mark.slow),
-        (2, {"tp": 2}),
-        pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
-    ],
+    [slow(2, {"ep": 2}), (2, {"tp": 2}), slow(4, {"tp": 2, "pp": 2})],
     ids=["ep2", "tp2", "tp2_pp2"],
 )
 def test_z_loss_in_layouts(world_size: int, sizes: dict[str, int]) -> None:
@@ -211,7 +189,7 @@ def test_z_loss_in_layouts(world_size: int, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("balancing", ["seq_aux_loss", pytest.param("global_aux_loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("balancing", ["seq_aux_loss", slow("global_aux_loss")])
 def test_other_balancing_losses_under_tensor_parallelism(balancing: str) -> None:
     changes = {"layer_spec": "auto", "moe_router_load_balancing_type": balancing}
     (reference,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, **changes)))
@@ -221,14 +199,7 @@ def test_other_balancing_losses_under_tensor_parallelism(balancing: str) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({"pp": 2}, marks=pytest.mark.slow),
-        {"pp": 2, "vpp": 2},
-        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, marks=pytest.mark.full),
-    ],
-    ids=str,
+    "sizes", [slow({"pp": 2}), {"pp": 2, "vpp": 2}, slow({"pp": 2, "tp": 2}), full({"tp": 2})], ids=str
 )
 def test_tied_embeddings(sizes: dict[str, int]) -> None:
     """The last pipeline stage has a copy of tied embeddings."""

@@ -133,8 +133,7 @@ def held_by_one_of_many(config: MasterConfig, case: Layout, folder: str) -> list
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "Qwen3-30B-A3B, 128 ranks" else pytest.mark.slow) for name in CASES],
+    "name", [pytest.param(name, marks=[] if name == "Qwen3-30B-A3B, 128 ranks" else pytest.mark.slow) for name in CASES]
 )
 def test_a_rank_of_many_holds_what_the_arithmetic_says(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of the policy and of its reference: right in every layout, in pieces, and leaving no trace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -20,6 +20,7 @@ from nemo_rl_moe.metrics import Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
@@ -29,6 +30,8 @@ from tests.support.tiny_model import (
     tiny_grpo_policy,
     tiny_hf_config,
 )
+from tests.unit.models.megatron.test_chunked_head import LargestLogits
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, PACKED, ZERO_1, shard_for
 
 # Of float32 logits of up to 3.
 TOLERANCE = 1e-5
@@ -37,7 +40,6 @@ TEMPERATURE = 0.7
 VOCABULARY = 61
 HIDDEN = 32
 MODEL = {"vocab_size": VOCABULARY}
-PACKED = {"sequence_packing__enabled": True}
 Array = np.ndarray[Any, Any]
 
 
@@ -84,9 +86,11 @@ def logprobs_of_transformers(folder: str) -> Array:
     return found.numpy()
 
 
-def make_trainer(policy: PolicyConfig, folder: str | None, **arguments: Any) -> MegatronTrainer:
-    path = None if folder is None else Path(folder)
-    return MegatronTrainer(policy, tiny_hf_config(**MODEL), path, num_steps=10, **arguments)
+@contextmanager
+def in_job(policy: PolicyConfig, folder: str | None = None, **arguments: Any) -> Iterator[MegatronTrainer]:
+    with parallel_job(policy):
+        path = None if folder is None else Path(folder)
+        yield MegatronTrainer(policy, tiny_hf_config(**MODEL), path, num_steps=10, **arguments)
 
 
 def own_indices(trainer: MegatronTrainer) -> Sequence[Sequence[int]]:
@@ -113,8 +117,7 @@ def measured(trainer: MegatronTrainer, measure: Callable[[Any], list[Tensor]]) -
 
 def logprobs_of_rank(policy: PolicyConfig, folder: str) -> tuple[Array, Array]:
     """All at once, and three tokens at a time."""
-    with parallel_job(policy):
-        trainer = make_trainer(policy, folder)
+    with in_job(policy, folder) as trainer:
         whole = measured(trainer, trainer.logprobs)
         for chunk in trainer.chunks:
             chunk.logprob_chunk_size = 3
@@ -134,16 +137,16 @@ def joined(parts: Sequence[Array]) -> Array:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(1, PACKED, marks=pytest.mark.full),
+        slow(1, {}),
+        full(1, PACKED),
         (1, {"layer_spec": "local"}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, PACKED | layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
+        slow(2, {}),
+        full(2, layout(tp=2)),
+        slow(2, PACKED | layout(tp=2)),
+        slow(2, layout(pp=2)),
         (2, PACKED | layout(pp=2)),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
+        slow(2, layout(pp=2, vpp=2)),
+        full(2, layout(ep=2)),
     ],
 )
 def test_are_those_of_transformers_whole_and_in_pieces(
@@ -159,23 +162,9 @@ def test_are_those_of_transformers_whole_and_in_pieces(
         np.testing.assert_allclose(ours[real], expected[real], atol=TOLERANCE, rtol=0)
 
 
-class WidestLogits(TorchDispatchMode):
-    """Notes how many numbers the largest tensor over the vocabulary holds, but for the output layer's weight."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.shape[1:] == (VOCABULARY,) and len(tensor) != HIDDEN:
-                self.largest = max(self.largest, tensor.numel())
-        return result
-
-
 def largest_logits(policy: PolicyConfig, folder: str) -> int:
-    with parallel_job(policy):
-        trainer = make_trainer(policy, folder)
-        with WidestLogits() as watch:
+    with in_job(policy, folder) as trainer:
+        with LargestLogits(VOCABULARY, HIDDEN) as watch:
             trainer.logprobs([batch()])
         return watch.largest
 
@@ -203,45 +192,27 @@ class Listening:
 
 def training_inputs(policy: PolicyConfig, folder: str) -> list[tuple[Array, Array, Array, dict[str, Array]]]:
     """Return, for each microbatch, log-probabilities of training and of `logprobs`, the mask, and the columns."""
-    with parallel_job(policy):
-        trainer = make_trainer(policy, folder)
+    with in_job(policy, folder) as trainer:
         whole = batch()
-        rows = torch.arange(float(len(whole)))
-        whole = replace(
-            whole,
-            columns={
-                "ids": per_token(whole.input_ids.float()),
-                "row": per_sequence(rows),
-                "mask": per_token(whole.token_mask),
-            },
+        whole = whole.with_columns(
+            ids=per_token(whole.input_ids.float()),
+            row=per_sequence(torch.arange(float(len(whole)))),
+            mask=per_token(whole.token_mask),
         )
-        shard = shard_of_rank(whole)
+        shard, loss = shard_of_rank(whole), Listening()
         before = trainer.logprobs(shard.microbatches)
-        loss = Listening()
         trainer.train([shard], loss)
-        return [
-            (
-                inputs.logprobs.numpy(),
-                logprobs[:, 1:].numpy(),
-                inputs.token_mask.numpy(),
-                {name: column.values.numpy() for name, column in inputs.columns.items()},
-            )
-            for inputs, logprobs in zip(loss.heard, before, strict=True)
-        ]
+        found = []
+        for inputs, logprobs in zip(loss.heard, before, strict=True):
+            columns = {name: column.values.numpy() for name, column in inputs.columns.items()}
+            found.append((inputs.logprobs.numpy(), logprobs[:, 1:].numpy(), inputs.token_mask.numpy(), columns))
+        return found
 
 
 IN_BFLOAT16 = {"precision": "bfloat16", "generation__temperature": 0.7}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, marks=pytest.mark.full),
-        PACKED,
-        pytest.param({"generation__temperature": 1.0}, marks=pytest.mark.slow),
-        pytest.param(IN_BFLOAT16, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("changes", [full({}), PACKED, slow({"generation__temperature": 1.0}), full(IN_BFLOAT16)])
 def test_training_sees_the_same_and_columns_in_line(changes: dict[str, Any], model_folder: str) -> None:
     (microbatches,) = run_ranks(training_inputs, 1, policy_for(**changes), model_folder)
     assert len(microbatches) == len(MICROBATCHES)
@@ -256,30 +227,21 @@ def test_training_sees_the_same_and_columns_in_line(changes: dict[str, Any], mod
 def reference_run(policy: PolicyConfig) -> tuple[list[Array], list[bool], list[float], list[float]]:
     """Reference log-probabilities before and after two updates, whether they left the weights as they were, and the
     losses of the run and of one without any of it."""
-    with parallel_job(policy):
-        trainer = make_trainer(policy, None, keep_reference=True)
-        found = [measured(trainer, trainer.logprobs)]
-        unchanged, losses = [], []
+    with in_job(policy, keep_reference=True) as trainer:
+        found, unchanged, losses = [measured(trainer, trainer.logprobs)], [], []
         for step in range(2):
             losses.append(trainer.train([shard_of_step(trainer, step)], sft_loss).global_loss)
             before = weights_of(trainer)
             found.append(measured(trainer, trainer.reference_logprobs))
             unchanged.append(all(map(torch.equal, before, weights_of(trainer))))
         found.append(measured(trainer, trainer.logprobs))
-        alone = make_trainer(policy, None)
-        return (
-            found,
-            unchanged,
-            losses,
-            [alone.train([shard_of_step(alone, step)], sft_loss).global_loss for step in range(2)],
-        )
+        alone = MegatronTrainer(policy, tiny_hf_config(**MODEL), None, num_steps=10)
+        losses_alone = [alone.train([shard_of_step(alone, step)], sft_loss).global_loss for step in range(2)]
+        return found, unchanged, losses, losses_alone
 
 
 def shard_of_step(trainer: MegatronTrainer, step: int) -> GlobalBatchShard:
-    place = trainer.coordinates
-    return shard_of_rank(
-        tiny_batch(200 + step, vocabulary_size=VOCABULARY), place.data_parallel_rank, place.data_parallel_size
-    )
+    return shard_for(trainer, tiny_batch(200 + step, vocabulary_size=VOCABULARY))
 
 
 def weights_of(trainer: MegatronTrainer) -> list[Tensor]:
@@ -292,14 +254,12 @@ def weights_of(trainer: MegatronTrainer) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(
-            1, {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, marks=pytest.mark.full
-        ),
-        pytest.param(2, {"distributed_data_parallel_config__use_distributed_optimizer": True}, marks=pytest.mark.full),
+        slow(1, {}),
+        full(1, EXPERT_BIAS),
+        full(2, ZERO_1),
         (2, layout(pp=2)),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
-        pytest.param(1, {"precision": "bfloat16"}, marks=pytest.mark.full),
+        slow(2, layout(ep=2)),
+        full(1, {"precision": "bfloat16"}),
     ],
 )
 def test_reference_is_the_model_of_the_start_and_leaves_no_trace(world_size: int, changes: dict[str, Any]) -> None:
@@ -315,10 +275,9 @@ def test_reference_is_the_model_of_the_start_and_leaves_no_trace(world_size: int
 
 
 def two_global_batches(policy: PolicyConfig) -> tuple[dict[str, Any], float, list[float], int]:
-    with parallel_job(policy):
-        both = make_trainer(policy, None)
+    with in_job(policy) as both:
         result = both.train([shard_of_step(both, step) for step in range(2)], share_loss)
-        each = make_trainer(policy, None)
+        each = MegatronTrainer(policy, tiny_hf_config(**MODEL), None, num_steps=10)
         losses = [each.train([shard_of_step(each, step)], share_loss).global_loss for step in range(2)]
         return result.microbatch_metrics, result.global_loss, losses, both.num_updates
 
@@ -333,10 +292,7 @@ def share_loss(inputs: LossInputs) -> LossOutputs:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [*(pytest.param(ranks, {}, marks=pytest.mark.slow) for ranks in (1, 2)), (2, layout(pp=2))],
-)
+@pytest.mark.parametrize(("world_size", "changes"), [*(slow(ranks, {}) for ranks in (1, 2)), (2, layout(pp=2))])
 def test_shares_of_several_global_batches_are_shares_of_one_mean(world_size: int, changes: dict[str, Any]) -> None:
     ranks = run_ranks(two_global_batches, world_size, policy_for(world_size, **changes))
     series = [metrics for metrics, *_ in ranks if metrics]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.loading import load_any_config, load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import (
@@ -27,18 +27,18 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
+from tests.support.quick_list import listed
 from tests.support.tiny_model import (
     layout,
     parallel_job,
-    shard_of_rank,
     tiny_batch,
     tiny_dense_hf_config,
     tiny_hf_config,
     tiny_policy,
 )
+from tests.unit.models.megatron.tiny_trainers import ZERO_1, shard_for
 
 MODEL_CONFIGS = "examples/assets/model_configs"
-EXEMPLARS_FOLDER = Path("examples/configs")
 QWEN3_30B_A3B, QWEN3_1_7B = f"{MODEL_CONFIGS}/Qwen3-30B-A3B", f"{MODEL_CONFIGS}/Qwen3-1.7B"
 
 # A tiny MoE layer by hand: 3 x 32 x 16 an expert, 32 x 8 the router.
@@ -88,10 +88,9 @@ def held_by_rank(config: MasterConfig, model: dict[str, Any]) -> Held:
             return outcome
 
         trainer.optimizer.step = counting_step
-        place = trainer.coordinates
-        trainer.train([shard_of_rank(tiny_batch(1, 61), place.data_parallel_rank, place.data_parallel_size)], sft_loss)
+        trainer.train([shard_for(trainer, tiny_batch(1, 61))], sft_loss)
         return Held(
-            place.pipeline_rank,
+            trainer.coordinates.pipeline_rank,
             parameters_of(trainer),
             sum(p.main_grad.nbytes for c in trainer.chunks for p in c.parameters() if p.requires_grad),
             optimizer_state_bytes(trainer),
@@ -131,18 +130,12 @@ def float32_gradient_bytes(trainer: MegatronTrainer) -> int:
         for chunk in trainer.ddp_chunks
         for buffer in chunk.buffers + chunk.expert_parallel_buffers
     }
-    grads = [
-        parameter.grad
-        for part in optimizer_parts(trainer)
-        for group in part.optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    groups = [group for part in optimizer_parts(trainer) for group in part.optimizer.param_groups]
+    grads = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     return sum(grad.nbytes for grad in grads if grad.untyped_storage().data_ptr() not in buffers)
 
 
 BF16 = {"precision": "bfloat16"}
-SHARDED = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
 WITH_ROUTER = ("all-linear", "router")
 DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
@@ -151,37 +144,37 @@ BIASES_AND_SINKS = {"family": "gpt_oss"}
 NORMS_OF_ALL_HEADS = {"family": "olmoe"}
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {}, WHOLE),
-    "two copies, bfloat16, sharded": (2, {}, {}, BF16 | SHARDED),
+    "two copies, bfloat16, sharded": (2, {}, {}, BF16 | ZERO_1),
     "two copies, bfloat16, whole": (2, {}, {}, BF16 | WHOLE),
-    "bfloat16, float32 gradients": (2, {}, {}, BF16 | SHARDED | {"grad_reduce_in_fp32": True}),
-    "float32, sharded": (2, {}, {}, SHARDED),
-    "tensor parallel, whole experts, odd vocabulary": (2, {"tp": 2}, {"vocab_size": 61}, BF16 | SHARDED),
-    "tensor parallel, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | SHARDED),
-    "expert parallel": (2, {"ep": 2}, {"mlp_only_layers": [1]}, BF16 | SHARDED),
-    "experts over two of four": (4, {"ep": 2}, {}, BF16 | SHARDED),
-    "pipeline, tied": (2, {"pp": 2}, {"mlp_only_layers": [0]} | TIED, BF16 | SHARDED),
+    "bfloat16, float32 gradients": (2, {}, {}, BF16 | ZERO_1 | {"grad_reduce_in_fp32": True}),
+    "float32, sharded": (2, {}, {}, ZERO_1),
+    "tensor parallel, whole experts, odd vocabulary": (2, {"tp": 2}, {"vocab_size": 61}, BF16 | ZERO_1),
+    "tensor parallel, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | ZERO_1),
+    "expert parallel": (2, {"ep": 2}, {"mlp_only_layers": [1]}, BF16 | ZERO_1),
+    "experts over two of four": (4, {"ep": 2}, {}, BF16 | ZERO_1),
+    "pipeline, tied": (2, {"pp": 2}, {"mlp_only_layers": [0]} | TIED, BF16 | ZERO_1),
     "interleaved pipeline": (2, {"pp": 2, "vpp": 2}, {"mlp_only_layers": [0, 2]}, WHOLE),
-    "all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | SHARDED),
+    "all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | ZERO_1),
     "frozen routers": (1, {}, {}, BF16 | WHOLE | {"freeze_moe_router": True}),
     "adapters": (1, {}, {}, BF16 | WHOLE | lora("per_expert")),
-    "adapters, all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | SHARDED | lora("per_expert")),
-    "adapters, latents, shared by experts": (2, {"tp": 2}, LATENT, BF16 | SHARDED | lora("shared", WITH_ROUTER)),
+    "adapters, all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | ZERO_1 | lora("per_expert")),
+    "adapters, latents, shared by experts": (2, {"tp": 2}, LATENT, BF16 | ZERO_1 | lora("shared", WITH_ROUTER)),
     "adapters, biases": (2, {"ep": 2}, BIASES_AND_SINKS, WHOLE | lora("per_expert")),
-    "adapters, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | SHARDED | lora("per_expert", ("down_proj", "v_proj"))),
+    "adapters, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | ZERO_1 | lora("per_expert", ("down_proj", "v_proj"))),
     "shared experts": (
         2,
         {"tp": 2},
         {},
         WHOLE | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     ),
-    "latents, tensor parallel": (2, {"tp": 2}, LATENT, BF16 | SHARDED),
+    "latents, tensor parallel": (2, {"tp": 2}, LATENT, BF16 | ZERO_1),
     "latents of keys alone, pipeline": (2, {"pp": 2}, LATENT_KEYS, WHOLE),
     "biases and sinks": (2, {"tp": 2, "ep": 2}, BIASES_AND_SINKS, WHOLE),
-    "norms of all heads, tensor parallel": (2, {"tp": 2}, NORMS_OF_ALL_HEADS, BF16 | SHARDED),
-    "dense": (2, {}, DENSE, BF16 | SHARDED),
+    "norms of all heads, tensor parallel": (2, {"tp": 2}, NORMS_OF_ALL_HEADS, BF16 | ZERO_1),
+    "dense": (2, {}, DENSE, BF16 | ZERO_1),
     "dense, tied": (1, {}, DENSE | TIED, BF16 | WHOLE),
     "dense, tied, pipeline": (2, {"pp": 2}, DENSE | TIED, WHOLE),
-    "dense, tensor parallel, odd vocabulary": (2, {"tp": 2}, DENSE | {"vocab_size": 61}, BF16 | SHARDED),
+    "dense, tensor parallel, odd vocabulary": (2, {"tp": 2}, DENSE | {"vocab_size": 61}, BF16 | ZERO_1),
 }
 
 
@@ -199,16 +192,10 @@ SLOW_CASES = {
     "dense, tied",
     "dense, tied, pipeline",
 }
-QUICK_CASES = {"one rank", "pipeline, tied", "biases and sinks"}
+QUICK_CASES = ("one rank", "pipeline, tied", "biases and sinks")
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    if name in SLOW_CASES:
-        return [pytest.mark.slow]
-    return [] if name in QUICK_CASES else [pytest.mark.full]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
+@pytest.mark.parametrize("name", listed(CASES, QUICK_CASES, in_full=CASES.keys() - SLOW_CASES))
 def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     world_size, sizes, model, changes = CASES[name]
     config = run_of(world_size, **layout(**sizes), **changes)
@@ -228,16 +215,13 @@ def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     slack = 2 * 12 * world_size
     held_state = sum(held.optimizer_state for held in ranks)
     assert held_state <= sum(estimate.optimizer.state for estimate in estimates) <= held_state + slack
-    held_gradients = sum(held.float32_gradients for held in ranks)
-    assert (
-        held_gradients <= sum(estimate.optimizer.float32_gradients for estimate in estimates) <= held_gradients + slack
-    )
+    gradients = sum(held.float32_gradients for held in ranks)
+    assert gradients <= sum(estimate.optimizer.float32_gradients for estimate in estimates) <= gradients + slack
 
 
 def test_whole_model_by_hand() -> None:
     config = build_transformer_config(tiny_policy(1), hf_config := tiny_hf_config(mlp_only_layers=[2]))
-    dense_layer = 3 * 32 * 48
-    total = 2 * 64 * 32 + 32 + 4 * ATTENTION + 3 * (8 * EXPERT + ROUTER) + dense_layer
+    total = 2 * 64 * 32 + 32 + 4 * ATTENTION + 3 * (8 * EXPERT + ROUTER) + 3 * 32 * 48
     assert whole_model_parameters(config, hf_config) == total
     assert active_parameters(config, hf_config) == total - 3 * 6 * EXPERT
 
@@ -281,10 +265,7 @@ def test_public_models_have_their_known_sizes(folder: str, total: int, active: i
 
 
 def grpo_run(*overrides: str) -> GRPOMasterConfig:
-    chosen = [f"policy.model_name={QWEN3_1_7B}", *overrides]
-    config = load_any_config("grpo_math_1B.yaml", chosen, check_paths=False)
-    assert isinstance(config, GRPOMasterConfig)
-    return config
+    return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={QWEN3_1_7B}", *overrides], check_paths=False)
 
 
 def memory_of(config: MasterConfig, stage: int = 0) -> Any:
@@ -295,11 +276,8 @@ def memory_of(config: MasterConfig, stage: int = 0) -> Any:
 def test_key_value_cache_by_hand() -> None:
     # 2 (key, value) x 28 layers x 8 heads x 128 x 2 bytes a token; 64 sequences of 4096 tokens.
     assert memory_of(grpo_run()).key_value_cache == 2 * 28 * 8 * 128 * 2 * 64 * 4096
-    cut = [
-        "policy.megatron_cfg.tensor_model_parallel_size=2",
-        "policy.megatron_cfg.sequence_parallel=true",
-        "policy.megatron_cfg.pipeline_model_parallel_size=2",
-    ]
+    names = ("tensor_model_parallel_size=2", "sequence_parallel=true", "pipeline_model_parallel_size=2")
+    cut = [f"policy.megatron_cfg.{name}" for name in names]
     assert memory_of(grpo_run(*cut), 1).key_value_cache == 2 * 14 * 4 * 128 * 2 * 64 * 4096
 
 
@@ -362,7 +340,7 @@ MEMORY_IS_REPORTED = ("sft_qwen3_30b_a3b.yaml", "grpo_qwen3_30b_a3b.yaml", "grpo
 
 def gigabytes_reported(name: str) -> list[int]:
     """The figures in an exemplar's first comment, without the sizes of the GPUs that it is right for."""
-    lines = (EXEMPLARS_FOLDER / name).read_text(encoding="utf-8").splitlines()
+    lines = Path("examples/configs", name).read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
     return [int(figure) for figure in re.findall(r"(?<!GPUs with )\b(\d+)(?= GB| and \d+ GB)", comment)]
 
@@ -381,8 +359,7 @@ def test_exemplars_report_their_memory(name: str) -> None:
 
 
 def test_small_exemplar_fits_80_gigabytes() -> None:
-    config = load_any_config("grpo_math_1B.yaml", [f"policy.model_name={QWEN3_1_7B}"], check_paths=False)
-    assert memory_of(config).peak_at_least < 60e9
+    assert memory_of(grpo_run()).peak_at_least < 60e9
 
 
 def test_what_recomputed_experts_leave() -> None:

@@ -18,6 +18,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.rank_results import RankTrainResult
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.training_run import tiny_trainer
 
 FEW = ((0, 3), (0, 4))
 """Row and place of the trained tokens of a small global batch."""
@@ -116,8 +117,7 @@ def moves_of_updates(kind: str) -> tuple[list[bool], list[int]]:
     """Whether the weights move in an update, one whose advantages are 0, and one without a trained token; versions."""
     policy = tiny_policy(moe_aux_loss_coeff=0.0)
     nothing_to_prefer = LARGE.with_columns(advantages=per_sequence(torch.zeros(len(LARGE))))
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         moved, versions = [], []
         for batch in (LARGE, nothing_to_prefer, EMPTY):
             before = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]

@@ -18,18 +18,10 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    MICROBATCHES,
-    layout,
-    logprobs_by_sequence,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_hf_config,
-    tiny_policy,
-)
+from tests.support.tiny_model import MICROBATCHES, layout, logprobs_by_sequence, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for
 
-PACKED = {"sequence_packing__enabled": True}
 LENGTH_SORTED = ((0, 5), (1, 4), (2, 7), (3, 6))
 """Other microbatches, as dynamic batching makes them."""
 
@@ -83,13 +75,11 @@ def read_columns_behind_each_layer(trainer: MegatronTrainer, seen: set[str]) -> 
 
 
 def measure(policy: PolicyConfig, microbatches: Any, *, with_columns: bool) -> Measured:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         seen: set[str] = set()
         read_columns_behind_each_layer(trainer, seen)
         whole = batch_with_columns() if with_columns else tiny_batch(3)
-        place = trainer.coordinates
-        shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size, microbatches)
+        shard = shard_for(trainer, whole, microbatches)
         logprobs = logprobs_by_sequence(trainer, shard, whole, microbatches)
         evaluated = trainer.evaluate(shard, sft_loss)
         result = trainer.train([shard], sft_loss)
@@ -162,8 +152,7 @@ def test_what_activation_checkpointing_repeats_has_no_columns() -> None:
 
 
 def _reading_in_the_backward_pass(policy: PolicyConfig) -> str:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         (chunk,) = trainer.chunks
 
         def read(layer: Any, args: Any, output: Any) -> Any:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`get_moe_metrics` against numbers worked out by hand from what each rank's routers recorded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,22 +29,32 @@ from tests.support.training_run import record_auxiliary_loss
 Records = Sequence[Sequence[tuple[str, int, Sequence[float]]]]
 
 
+@contextmanager
+def noted_reductions() -> Iterator[list[int]]:
+    """Give the sizes of what is reduced meanwhile."""
+    sizes, all_reduce = list[int](), dist.all_reduce
+
+    def noting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    with mock.patch.object(dist, "all_reduce", noting):
+        yield sizes
+
+
+def record(records: Sequence[tuple[str, int, Sequence[float]]], num_layers: int) -> None:
+    for name, layer, values in records:
+        for value in values:
+            record_auxiliary_loss(name, torch.tensor(value), layer + 1, num_layers)
+
+
 def record_and_report(
     policy: PolicyConfig, model: Mapping[str, Any], records: Records, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what one rank reports, how many collectives that took, and what is left afterwards."""
     config = build_transformer_config(policy, tiny_hf_config(**model))
-    operations = []
-    all_reduce = dist.all_reduce
-
-    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        operations.append(tensor.numel())
-        return all_reduce(tensor, *args, **options)
-
-    with parallel_job(policy) as rank, mock.patch.object(dist, "all_reduce", counted):
-        for name, layer, values in records[rank]:
-            for value in values:
-                record_auxiliary_loss(name, torch.tensor(value), layer + 1, config.num_layers)
+    with parallel_job(policy) as rank, noted_reductions() as operations:
+        record(records[rank], config.num_layers)
         first = get_moe_metrics(config=config, device=torch.device("cpu"), **arguments)
         left = {name: values.abs().sum().item() for name, values in recorded_auxiliary_losses().items()}
         num_operations = len(operations)
@@ -79,110 +90,104 @@ LOSS = "load_balancing_loss"
 Z = "z_loss"
 
 
-def approximately(**values: float) -> Any:
+def by_key(expected: Mapping[str, float | Sequence[float | None]]) -> Any:
+    """Numbers by key; of a list the first is the mean over layers, and the others are those of the layers."""
+    found: dict[str, float] = {}
+    for name, values in expected.items():
+        mean, *of_layers = values if isinstance(values, Sequence) else [values]
+        keys = [name, *(f"{name}_layer_{layer}" for layer in range(len(of_layers)))]
+        found |= {key: each for key, each in zip(keys, [mean, *of_layers], strict=True) if each is not None}
     # The routers record in float32.
-    return pytest.approx(values, rel=1e-6)
+    return pytest.approx(found, rel=1e-6)
 
 
-def test_one_rank() -> None:
+GLOBAL, OF_SEQUENCES = "global_load_balancing_loss", "seq_load_balancing_loss"
+LAST_LAYER = {"mlp_only_layers": [0, 1, 2]}
+FIRST_LAYER: dict[str, Any] = {"model": {"mlp_only_layers": [1, 2, 3]}, "loss_scale": 1.0, "per_layer_logging": False}
+ONE_RANK: Records = [[(LOSS, 0, [1.0, 2.0]), (LOSS, 1, [0.5, 0.5]), (LOSS, 2, [1.0, 1.0]), (LOSS, 3, [1.0, 3.0])]]
+
+
+CASES: dict[str, tuple[Records, dict[str, Any], dict[str, Any]]] = {
     # Two microbatches; layers 0 to 3 have sums 3, 1, 2, 4; times 1/2.
-    records = [[(LOSS, 0, [1.0, 2.0]), (LOSS, 1, [0.5, 0.5]), (LOSS, 2, [1.0, 1.0]), (LOSS, 3, [1.0, 3.0])]]
-    assert report(records) == approximately(
-        load_balancing_loss=1.25,
-        load_balancing_loss_layer_0=1.5,
-        load_balancing_loss_layer_1=0.5,
-        load_balancing_loss_layer_2=1.0,
-        load_balancing_loss_layer_3=2.0,
-    )
-    assert report(records, per_layer_logging=False) == approximately(load_balancing_loss=1.25)
-
-
-def test_divisor_is_the_number_of_expert_layers() -> None:
+    "one rank": (ONE_RANK, {}, {LOSS: [1.25, 1.5, 0.5, 1.0, 2.0]}),
+    "without layers": (ONE_RANK, {"per_layer_logging": False}, {LOSS: 1.25}),
     # Layers 1 and 3 have experts: (1.2 + 1.8) / 2, not / 4; and no keys for the dense ones.
-    records = [[(LOSS, 1, [1.2]), (LOSS, 3, [1.8])]]
-    metrics = report(records, model={"mlp_only_layers": [0, 2]}, loss_scale=1.0)
-    assert metrics == approximately(
-        load_balancing_loss=1.5, load_balancing_loss_layer_1=1.2, load_balancing_loss_layer_3=1.8
-    )
-
-
-def test_data_parallel_ranks_are_averaged() -> None:
-    model = {"mlp_only_layers": [0, 1, 2]}
-    records = [[(LOSS, 3, [1.0, 1.4]), (Z, 3, [2.0, 4.0])], [(LOSS, 3, [2.0, 2.6]), (Z, 3, [6.0, 8.0])]]
+    "divisor is the number of expert layers": (
+        [[(LOSS, 1, [1.2]), (LOSS, 3, [1.8])]],
+        {"model": {"mlp_only_layers": [0, 2]}, "loss_scale": 1.0},
+        {LOSS: [1.5, None, 1.2, None, 1.8]},
+    ),
     # Sums 2.4 and 4.6, mean 3.5, halved; z sums 6 and 14, mean 10, halved.
-    assert report(records, model=model, moe_z_loss_coeff=0.1) == approximately(
-        load_balancing_loss=1.75, load_balancing_loss_layer_3=1.75, z_loss=5.0, z_loss_layer_3=5.0
-    )
-
-
-def test_tensor_parallel_ranks_record_parts_of_one_sum() -> None:
-    model = {"mlp_only_layers": [0, 1, 2]}
-    records = [[(LOSS, 3, [0.3, 0.5]), (Z, 3, [2.0, 4.0])], [(LOSS, 3, [0.9, 0.7]), (Z, 3, [6.0, 8.0])]]
+    "data-parallel ranks are averaged": (
+        [[(LOSS, 3, [1.0, 1.4]), (Z, 3, [2.0, 4.0])], [(LOSS, 3, [2.0, 2.6]), (Z, 3, [6.0, 8.0])]],
+        {"model": LAST_LAYER, "moe_z_loss_coeff": 0.1},
+        {LOSS: [1.75, None, None, None, 1.75], Z: [5.0, None, None, None, 5.0]},
+    ),
     # 0.3 + 0.9 and 0.5 + 0.7 are the two microbatches' losses; the z-loss is a mean over the ranks' tokens.
-    assert report(records, model=model, sizes={"tp": 2}, moe_z_loss_coeff=0.1) == approximately(
-        load_balancing_loss=1.2, load_balancing_loss_layer_3=1.2, z_loss=5.0, z_loss_layer_3=5.0
-    )
-
-
-def test_stage_without_experts() -> None:
+    "tensor-parallel ranks record parts of one sum": (
+        [[(LOSS, 3, [0.3, 0.5]), (Z, 3, [2.0, 4.0])], [(LOSS, 3, [0.9, 0.7]), (Z, 3, [6.0, 8.0])]],
+        {"model": LAST_LAYER, "sizes": {"tp": 2}, "moe_z_loss_coeff": 0.1},
+        {LOSS: [1.2, None, None, None, 1.2], Z: [5.0, None, None, None, 5.0]},
+    ),
     # Rank 0 holds the dense layers 0 and 1 and records nothing.
-    records: Records = [[], [(LOSS, 2, [1.0, 2.0]), (LOSS, 3, [3.0, 4.0])]]
-    assert report(records, model={"mlp_only_layers": [0, 1]}, sizes={"pp": 2}) == approximately(
-        load_balancing_loss=2.5, load_balancing_loss_layer_2=1.5, load_balancing_loss_layer_3=3.5
-    )
-
-
-def test_pipeline_with_tensor_parallelism() -> None:
-    # Ranks 0 and 1 are the first stage. Layer 0: (0.25 + 0.75) and (0.5 + 1) -> 2.5; layer 2: 1.5; layer 3: 0.5 + 3.5.
-    records: Records = [
-        [(LOSS, 0, [0.25, 0.5])],
-        [(LOSS, 0, [0.75, 1.0])],
-        [(LOSS, 2, [0.5, 0.0]), (LOSS, 3, [0.25, 0.25])],
-        [(LOSS, 2, [0.5, 0.5]), (LOSS, 3, [1.5, 2.0])],
-    ]
-    assert report(records, model={"mlp_only_layers": [1]}, sizes={"tp": 2, "pp": 2}) == approximately(
-        load_balancing_loss=4 / 3,
-        load_balancing_loss_layer_0=1.25,
-        load_balancing_loss_layer_2=0.75,
-        load_balancing_loss_layer_3=2.0,
-    )
-
-
-def test_data_and_tensor_parallelism_together() -> None:
-    # Ranks 0, 1 share a batch, ranks 2, 3 another. Losses 1 and 3: mean 2. Global loss: parts of one sum, 0.1 to 0.4.
-    name = "global_load_balancing_loss"
-    records = [[(LOSS, 0, [a]), (Z, 0, [z]), (name, 0, [g])] for a, z, g in
-               ((0.25, 1.0, 0.1), (0.75, 2.0, 0.2), (1.5, 3.0, 0.3), (1.5, 6.0, 0.4))]  # fmt: skip
-    metrics = report(
-        records,
-        model={"mlp_only_layers": [1, 2, 3]},
-        sizes={"tp": 2},
-        loss_scale=1.0,
-        per_layer_logging=False,
-        moe_z_loss_coeff=0.1,
-        moe_router_load_balancing_type="[aux_loss,global_aux_loss]",
-        moe_aux_loss_coeff="[0.1,0.2]",
-    )
-    assert metrics == approximately(load_balancing_loss=2.0, global_load_balancing_loss=1.0, z_loss=3.0)
-
-
-def test_several_balancing_losses() -> None:
-    records = [
-        [(LOSS, 0, [1.0]), ("seq_load_balancing_loss", 0, [2.0]), ("global_load_balancing_loss", 0, [3.0])],
-        [(LOSS, 0, [3.0]), ("seq_load_balancing_loss", 0, [4.0]), ("global_load_balancing_loss", 0, [5.0])],
-    ]
-    metrics = report(
-        records,
-        model={"mlp_only_layers": [1, 2, 3]},
-        loss_scale=1.0,
-        per_layer_logging=False,
-        moe_router_load_balancing_type="[seq_aux_loss,aux_loss,global_aux_loss]",
-        moe_aux_loss_coeff="[0.1,0.1,0.1]",
-    )
+    "stage without experts": (
+        [[], [(LOSS, 2, [1.0, 2.0]), (LOSS, 3, [3.0, 4.0])]],
+        {"model": {"mlp_only_layers": [0, 1]}, "sizes": {"pp": 2}},
+        {LOSS: [2.5, None, None, 1.5, 3.5]},
+    ),
+    # Ranks 0 and 1 are the first stage. Layer 0: (0.25 + 0.75) and (0.5 + 1) -> 2.5; layer 2: 1.5;
+    # layer 3: 0.5 + 3.5.
+    "pipeline with tensor parallelism": (
+        [
+            [(LOSS, 0, [0.25, 0.5])],
+            [(LOSS, 0, [0.75, 1.0])],
+            [(LOSS, 2, [0.5, 0.0]), (LOSS, 3, [0.25, 0.25])],
+            [(LOSS, 2, [0.5, 0.5]), (LOSS, 3, [1.5, 2.0])],
+        ],
+        {"model": {"mlp_only_layers": [1]}, "sizes": {"tp": 2, "pp": 2}},
+        {LOSS: [4 / 3, 1.25, None, 0.75, 2.0]},
+    ),
+    # Ranks 0, 1 share a batch, ranks 2, 3 another. Losses 1 and 3: mean 2. Global loss: parts of one sum, 0.1 to
+    # 0.4.
+    "data and tensor parallelism together": (
+        [
+            [(LOSS, 0, [a]), (Z, 0, [z]), (GLOBAL, 0, [g])]
+            for a, z, g in ((0.25, 1.0, 0.1), (0.75, 2.0, 0.2), (1.5, 3.0, 0.3), (1.5, 6.0, 0.4))
+        ],
+        FIRST_LAYER
+        | {
+            "sizes": {"tp": 2},
+            "moe_z_loss_coeff": 0.1,
+            "moe_router_load_balancing_type": "[aux_loss,global_aux_loss]",
+            "moe_aux_loss_coeff": "[0.1,0.2]",
+        },
+        {LOSS: 2.0, GLOBAL: 1.0, Z: 3.0},
+    ),
     # Over two data-parallel ranks the global loss is a sum of parts, the others are means.
-    assert metrics == approximately(
-        load_balancing_loss=2.0, seq_load_balancing_loss=3.0, global_load_balancing_loss=8.0
-    )
+    "several balancing losses": (
+        [
+            [(LOSS, 0, [1.0]), (OF_SEQUENCES, 0, [2.0]), (GLOBAL, 0, [3.0])],
+            [(LOSS, 0, [3.0]), (OF_SEQUENCES, 0, [4.0]), (GLOBAL, 0, [5.0])],
+        ],
+        FIRST_LAYER
+        | {
+            "moe_router_load_balancing_type": "[seq_aux_loss,aux_loss,global_aux_loss]",
+            "moe_aux_loss_coeff": "[0.1,0.1,0.1]",
+        },
+        {LOSS: 2.0, OF_SEQUENCES: 3.0, GLOBAL: 8.0},
+    ),
+    "enabled losses that nobody recorded are zero and do not hang": (
+        [[], []],
+        {"per_layer_logging": False, "moe_z_loss_coeff": 0.1},
+        {LOSS: 0.0, Z: 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reported_are_the_losses_that_a_hand_works_out(name: str) -> None:
+    records, settings, expected = CASES[name]
+    assert report(records, **settings) == by_key(expected)
 
 
 @pytest.mark.parametrize("balancing", ["none", "sinkhorn"])
@@ -190,10 +195,6 @@ def test_without_a_loss_there_is_no_key_and_no_collective(balancing: str) -> Non
     policy = tiny_policy(2, moe_router_load_balancing_type=balancing, moe_aux_loss_coeff=0.0)
     answers = run_ranks(record_and_report, 2, policy, {}, [[], []], {"loss_scale": 1.0})
     assert [(answer["metrics"], answer["collectives"]) for answer in answers] == [({}, 0), ({}, 0)]
-
-
-def test_enabled_loss_that_nobody_recorded_is_zero_and_does_not_hang() -> None:
-    assert report([[], []], per_layer_logging=False, moe_z_loss_coeff=0.1) == {LOSS: 0.0, Z: 0.0}
 
 
 def test_totals_accumulate_without_the_layers() -> None:
@@ -219,19 +220,11 @@ def record_and_report_in_any_loop(
 ) -> dict[str, Any]:
     """Metrics of each step on one rank, the totals after them, and the collectives that all of it took."""
     policy = tiny_policy(len(steps[0]), **layout(**sizes))
-    operations, all_reduce = [], dist.all_reduce
     totals: dict[str, float] = {"lm loss": 7.0}
-
-    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        operations.append(tensor.numel())
-        return all_reduce(tensor, *args, **options)
-
-    with parallel_job(policy) as rank, mock.patch.object(dist, "all_reduce", counted):
+    with parallel_job(policy) as rank, noted_reductions() as operations:
         metrics = []
         for records in steps:
-            for name, layer, values in records[rank]:
-                for value in values:
-                    record_auxiliary_loss(name, torch.tensor(value), layer + 1, num_layers)
+            record(records[rank], num_layers)
             metrics.append(get_moe_metrics(0.5, totals, per_layer_logging))
         return {"metrics": metrics, "totals": totals, "shapes": operations}
 
@@ -251,67 +244,57 @@ def report_in_any_loop(
     return dict(answers[0])
 
 
-def test_any_loop_averages_over_data_parallel_ranks() -> None:
-    # Layers 1 and 3 of four: sums 2.4 and 4.6, mean 3.5, halved: 1.75; 1 and 2: 0.75. The z-loss: 6 and 14, halved: 5.
-    records: Records = [
-        [(LOSS, 1, [1.0, 1.4]), (LOSS, 3, [0.5, 0.5]), (Z, 1, [2.0, 4.0])],
-        [(LOSS, 1, [2.0, 2.6]), (LOSS, 3, [1.0, 1.0]), (Z, 1, [6.0, 8.0])],
-    ]
-    answer = report_in_any_loop(records, records, per_layer_logging=True)
-    expected = approximately(
-        load_balancing_loss=1.25,
-        load_balancing_loss_layer_1=1.75,
-        load_balancing_loss_layer_3=0.75,
-        z_loss=5.0,
-        z_loss_layer_1=5.0,
-    )
-    assert answer["metrics"] == [expected, expected], "the tracker is cleared in between"
-    assert answer["totals"] == approximately(**{"lm loss": 7.0, LOSS: 2.5, Z: 10.0})
+AVERAGED: Records = [
+    [(LOSS, 1, [1.0, 1.4]), (LOSS, 3, [0.5, 0.5]), (Z, 1, [2.0, 4.0])],
+    [(LOSS, 1, [2.0, 2.6]), (LOSS, 3, [1.0, 1.0]), (Z, 1, [6.0, 8.0])],
+]
 
 
-def test_any_loop_with_a_stage_without_experts() -> None:
+CASES_OF_ANY_LOOP: dict[str, tuple[list[Records], dict[str, Any], list[dict[str, Any]]]] = {
+    # Layers 1 and 3 of four: sums 2.4 and 4.6, mean 3.5, halved: 1.75; 1 and 2: 0.75. The z-loss: 6 and 14, halved:
+    # 5. The tracker is cleared in between.
+    "averages over data-parallel ranks": (
+        [AVERAGED, AVERAGED],
+        {"per_layer_logging": True},
+        [{LOSS: [1.25, None, 1.75, None, 0.75], Z: [5.0, None, 5.0]}] * 2,
+    ),
     # Rank 0 holds dense layers alone: its tracker is empty, and knows neither names nor the number of layers.
-    records: Records = [[], [(LOSS, 2, [1.0, 2.0]), (LOSS, 3, [3.0, 4.0]), (Z, 3, [8.0])]]
-    answer = report_in_any_loop(records, sizes={"pp": 2}, per_layer_logging=True)
-    assert answer["metrics"] == [
-        approximately(
-            load_balancing_loss=2.5,
-            load_balancing_loss_layer_2=1.5,
-            load_balancing_loss_layer_3=3.5,
-            z_loss=4.0,
-            z_loss_layer_3=4.0,
-        )
-    ]
-
-
-def test_any_loop_whose_stages_have_other_losses() -> None:
+    "stage without experts": (
+        [[[], [(LOSS, 2, [1.0, 2.0]), (LOSS, 3, [3.0, 4.0]), (Z, 3, [8.0])]]],
+        {"sizes": {"pp": 2}, "per_layer_logging": True},
+        [{LOSS: [2.5, None, None, 1.5, 3.5], Z: [4.0, None, None, None, 4.0]}],
+    ),
     # Each rank's tracker holds the one name that the other's lacks.
-    name = "seq_load_balancing_loss"
-    answer = report_in_any_loop([[(name, 0, [3.0])], [(LOSS, 3, [5.0])]], sizes={"pp": 2})
-    assert answer["metrics"] == [approximately(**{LOSS: 2.5, name: 1.5})]
-
-
-def test_any_loop_with_tensor_parallelism() -> None:
+    "stages with other losses": (
+        [[[(OF_SEQUENCES, 0, [3.0])], [(LOSS, 3, [5.0])]]],
+        {"sizes": {"pp": 2}},
+        [{LOSS: 2.5, OF_SEQUENCES: 1.5}],
+    ),
     # Parts of one sum for the balancing losses, means over the ranks' own tokens for the z-loss.
-    name = "global_load_balancing_loss"
-    records: Records = [
-        [(LOSS, 0, [0.3, 0.5]), (name, 0, [0.5]), (Z, 0, [2.0, 4.0])],
-        [(LOSS, 0, [0.9, 0.7]), (name, 0, [1.5]), (Z, 0, [6.0, 8.0])],
-    ]
-    answer = report_in_any_loop(records, sizes={"tp": 2})
-    assert answer["metrics"] == [approximately(**{LOSS: 1.2, name: 1.0, Z: 5.0})]
-
-
-def test_any_loop_has_no_key_for_a_loss_that_nobody_recorded() -> None:
+    "tensor parallelism": (
+        [
+            [
+                [(LOSS, 0, [0.3, 0.5]), (GLOBAL, 0, [0.5]), (Z, 0, [2.0, 4.0])],
+                [(LOSS, 0, [0.9, 0.7]), (GLOBAL, 0, [1.5]), (Z, 0, [6.0, 8.0])],
+            ]
+        ],
+        {"sizes": {"tp": 2}},
+        [{LOSS: 1.2, GLOBAL: 1.0, Z: 5.0}],
+    ),
     # The second step records nothing: the first step's entries are still in the tracker, as zeros.
-    answer = report_in_any_loop([[], [(LOSS, 0, [1.0])]], [[], []])
-    assert answer["metrics"] == [approximately(load_balancing_loss=0.25), {}]
-    assert answer["totals"] == approximately(**{"lm loss": 7.0, LOSS: 0.25})
+    "no key for a loss that nobody recorded": ([[[], [(LOSS, 0, [1.0])]], [[], []]], {}, [{LOSS: 0.25}, {}]),
+    "one rank needs no collective": ([[[(LOSS, 0, [1.0, 2.0])]]], {}, [{LOSS: 1.5}]),
+}
 
 
-def test_any_loop_on_one_rank_needs_no_collective() -> None:
-    answer = report_in_any_loop([[(LOSS, 0, [1.0, 2.0])]])
-    assert answer["metrics"] == [approximately(load_balancing_loss=1.5)]
+@pytest.mark.parametrize("name", CASES_OF_ANY_LOOP)
+def test_any_loop(name: str) -> None:
+    steps, settings, expected = CASES_OF_ANY_LOOP[name]
+    answer = report_in_any_loop(*steps, **settings)
+    means = [{name: each[0] if isinstance(each, list) else each for name, each in of.items()} for of in expected]
+    totals = {name: sum(of.get(name, 0.0) for of in means) for name in means[0]}
+    assert answer["metrics"] == [by_key(each) for each in expected]
+    assert answer["totals"] == by_key({"lm loss": 7.0, **totals})
 
 
 def test_any_loop_fails_on_all_ranks_for_a_tracker_that_is_too_long() -> None:

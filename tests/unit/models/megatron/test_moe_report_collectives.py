@@ -11,29 +11,27 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.megatron.training import observers
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import (
     layout,
     parallel_job,
-    shard_of_rank,
     tiny_batch,
     tiny_grpo_policy,
     tiny_hf_config,
     tiny_policy,
     with_image_tokens,
 )
-
-# Each makes the host wait for the device.
-WAITING = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "bincount"}
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.test_no_host_sync import Waits
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, shard_for, with_advantages, with_random_routes
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -52,19 +50,6 @@ class CollectiveLog(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class WaitLog(TorchFunctionMode):
-    """Notes every call that makes the host wait for a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in WAITING:
-            self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class Job:
     """What is trained and reported."""
@@ -80,7 +65,7 @@ class Job:
 def logged_report(job: Job) -> dict[str, Any]:
     """One step on every rank: what the report did, and what it said."""
     policy = tiny_policy(job.world_size, **layout(**job.sizes), **job.changes)
-    collectives, waits = CollectiveLog(), WaitLog()
+    collectives, waits = CollectiveLog(), Waits()
     collect = observers.get_moe_metrics
 
     def logged(*args: Any, **kwargs: Any) -> Any:
@@ -89,12 +74,11 @@ def logged_report(job: Job) -> dict[str, Any]:
 
     with parallel_job(policy), mock.patch.object(observers, "get_moe_metrics", logged):
         trainer = MegatronTrainer(policy, tiny_hf_config(**job.model), None, num_steps=10)
-        place = trainer.coordinates
         batch = with_image_tokens(tiny_batch(1)) if job.images else tiny_batch(1)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, job.microbatches)
+        shard = shard_for(trainer, batch, job.microbatches)
         result = trainer.train([shard], sft_loss)
         found = {"collectives": collectives.names, "bytes": collectives.bytes}
-        return {**found, "waits": waits.names, "metrics": result.moe_metrics}
+        return {**found, "waits": dict(waits.counts), "metrics": result.moe_metrics}
 
 
 JOBS = {
@@ -127,17 +111,8 @@ JOBS = {
 COVERED_BY_OTHERS = {"dp2", "many_layers", "pp2_vpp2"}
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    if name in COVERED_BY_OTHERS:
-        return [pytest.mark.slow]
-    return [] if name in ("ep2", "many_names") else [pytest.mark.full]
-
-
 SUM_AND_MAXIMUM = ["allreduce_", "allreduce_"]
-OTHER_COLLECTIVES = {
-    "no_overload": ["allreduce_"],
-    "what_if_over_slices": ["alltoall_base_", *SUM_AND_MAXIMUM],
-}
+OTHER_COLLECTIVES = {"no_overload": ["allreduce_"], "what_if_over_slices": ["alltoall_base_", *SUM_AND_MAXIMUM]}
 WITHIN_A_SLICE = {
     "ep2",
     "many_layers",
@@ -151,15 +126,15 @@ WITHIN_A_SLICE = {
 """Whose ranks that exchange tokens add up their counts first."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in JOBS])
+@pytest.mark.parametrize("name", listed(JOBS, quick=("ep2", "many_names"), in_full=JOBS.keys() - COVERED_BY_OTHERS))
 def test_few_collectives_and_one_copy(name: str) -> None:
     reports = run_ranks(logged_report, JOBS[name].world_size, JOBS[name])
     for report in reports:
         in_slice = ["allreduce_"] if name in WITHIN_A_SLICE else []
         assert report["collectives"] == in_slice + OTHER_COLLECTIVES.get(name, SUM_AND_MAXIMUM)
         # All that follows the copy works on the host.
-        assert report["waits"][0] == "cpu"
-        assert report["waits"].count("cpu") == 1
+        assert next(iter(report["waits"])) == "cpu"
+        assert report["waits"]["cpu"] == 1
         assert report["metrics"] == reports[0]["metrics"]
     assert "cv_mean" in reports[0]["metrics"]
 
@@ -183,13 +158,12 @@ def test_one_rank_needs_no_collective() -> None:
 
 def observers_and_collectives(policy: Any) -> list[tuple[str, list[str], list[int]]]:
     """Each observer's class, with the operations that a rank enters at the end of a step for it, and their bytes."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, logs = trainer.coordinates, []
+    with tiny_trainer(policy) as trainer:
+        logs = []
         for observer in trainer.observers:
             logs.append((type(observer).__name__, CollectiveLog()))
             observer.end_step = partial(_logged, logs[-1][1], observer.end_step)  # type: ignore[method-assign]
-        shard = shard_of_rank(batch_with_routes(), place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, batch_with_routes())
         trainer.train([shard], sft_loss)
         return [(name, log.names, log.bytes) for name, log in logs]
 
@@ -201,22 +175,16 @@ def _logged(log: CollectiveLog, end_step: Callable[[], Any]) -> Any:
 
 def batch_with_routes() -> TokenBatch:
     """Sequences with advantages and with routed experts."""
-    batch = tiny_batch(1)
-    routes = torch.rand(*batch.input_ids.shape, 4, 8).topk(2, -1).indices.to(torch.int16)
-    return batch.with_columns(
-        advantages=per_sequence(torch.arange(8.0)),
-        token_writers=per_token(batch.token_mask.to(torch.int8)),
-        **{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)},
-    )
+    batch = with_random_routes(with_advantages(tiny_batch(1)))
+    return batch.with_columns(token_writers=per_token(batch.token_mask.to(torch.int8)))
 
 
 OBSERVED = {
     "routing_replay": "rollout",
     "experts_by_advantage": True,
     "experts_by_writer": True,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.01,
+    **EXPERT_BIAS,
     "router_gradients__every_n_steps": 1,
 }
 IN_ORDER = {
@@ -242,26 +210,20 @@ def test_pipeline_stages_enter_the_same_collectives() -> None:
     assert [name for name, _, _ in first] == list(IN_ORDER)
 
 
-def provoke_logs() -> tuple[list[str], list[str]]:
-    """Calls on a real process group that the logs must see."""
-    with parallel_job(tiny_policy(2)):
-        collectives, waits = CollectiveLog(), WaitLog()
-        with collectives, waits:
-            ones = torch.ones(2)
-            dist.all_reduce(ones)
-            dist.broadcast(ones, 0)
-            dist.all_gather([torch.empty(2), torch.empty(2)], ones)
-            dist.all_gather_object([None, None], "text")
-            dist.barrier()
-            _ = ones.sum().item(), ones.tolist(), ones.cpu(), ones.numpy(), bool(ones[0]), float(ones[0])
-            _ = int(ones[0]), ones.nonzero(), ones.long().bincount()
-        return collectives.names, waits.names
+def provoke_log() -> list[str]:
+    """Calls on a real process group that the log must see."""
+    with parallel_job(tiny_policy(2)), CollectiveLog() as collectives:
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        dist.broadcast(ones, 0)
+        dist.all_gather([torch.empty(2), torch.empty(2)], ones)
+        dist.all_gather_object([None, None], "text")
+        dist.barrier()
+        return collectives.names
 
 
-def test_the_logs_see_what_they_should() -> None:
-    for collectives, waits in run_ranks(provoke_logs, 2):
+def test_the_log_sees_what_it_should() -> None:
+    for collectives in run_ranks(provoke_log, 2):
         assert collectives[:3] == ["allreduce_", "broadcast_", "allgather_"]
         assert len(collectives) >= 5
         assert "barrier" in collectives
-        wanted = ["item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "bincount"]
-        assert [name for name in waits if name in wanted][-9:] == wanted

@@ -19,8 +19,10 @@ from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_policy
-from tests.support.training_run import NUM_STEPS, RunSettings, build_trainer, shard_of_step, train_run
+from tests.support.quick_list import full, listed, slow
+from tests.support.tiny_model import layout, tiny_batch, tiny_grpo_policy, tiny_policy
+from tests.support.training_run import NUM_STEPS, RunSettings, shard_of_step, tiny_trainer, train_run
+from tests.unit.models.megatron.tiny_trainers import PACKED, UNTRACKED, shard_for
 
 # Methods that hand a value to Python; not all of them are operations that the dispatcher sees.
 METHODS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"}
@@ -38,7 +40,6 @@ OPERATIONS = {
     "unique_consecutive",
     "unique_dim",
 }
-PACKED = {"sequence_packing__enabled": True}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -113,8 +114,7 @@ def stop_before_report(trainer: MegatronTrainer, waits: Waits) -> None:
 
 def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]]:
     """Counts on this rank from the start of the second step to its MoE report, and in all of it."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         shard = shard_of_step(trainer, settings, 1)
         waits = Waits()
@@ -126,13 +126,11 @@ def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]
 
 def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
     """Counts on this rank of a step whose sequences have advantages, from its start to its MoE report."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         waits = Waits()
         stop_before_report(trainer, waits)
         batch = tiny_batch(1).with_columns(advantages=per_sequence(torch.arange(8.0)))
-        place = trainer.coordinates
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, batch)
         trainer.train([shard], sft_loss)
         with waits:
             metrics = trainer.train([shard], sft_loss).moe_metrics
@@ -143,13 +141,7 @@ def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, {}),
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
-    ],
+    ("world_size", "changes"), [(1, {}), full(1, PACKED), full(2, layout(tp=2)), slow(2, layout(pp=2, vpp=2))]
 )
 def test_experts_by_advantage_wait_for_nothing_before_the_report(world_size: int, changes: dict[str, Any]) -> None:
     off, on = (
@@ -171,13 +163,8 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    if name == "auto":  # "ep2" does it on two ranks
-        return [pytest.mark.slow]
-    return [] if name in ("recompute", "ep2") else [pytest.mark.full]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in JOBS])
+# "ep2" does on two ranks what "auto" does on one.
+@pytest.mark.parametrize("name", listed(JOBS, quick=("recompute", "ep2"), in_full=JOBS.keys() - {"auto"}))
 def test_tracking_waits_for_nothing_before_the_report(name: str) -> None:
     world_size, changes = JOBS[name]
     off, on = (
@@ -230,21 +217,10 @@ def test_the_counter_sees_what_waits() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("local", "auto")),
-        "ep2",
-        pytest.param("capacity", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("name", [slow("local"), slow("auto"), "ep2", full("capacity"), full("pp2_vpp2")])
 def test_tracking_changes_no_bit(name: str) -> None:
     world_size, changes = JOBS[name]
-    settings = {
-        "off": {"track_moe_metrics": False, "moe_per_layer_logging": False},
-        "brief": {},
-        "detailed": {"moe_metrics__mode": "detailed"},
-    }
+    settings = {"off": UNTRACKED, "brief": {}, "detailed": {"moe_metrics__mode": "detailed"}}
     runs = {
         mode: run_ranks(train_run, world_size, RunSettings(tiny_policy(world_size, **logs, **changes)))
         for mode, logs in settings.items()

@@ -11,8 +11,8 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.megatron.training.trainer import peak_memory_metrics
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import RunSettings, shard_of_step, tiny_trainer
 
 GPU = torch.device("cuda", 1)
 
@@ -62,8 +62,7 @@ def test_cpus_have_none() -> None:
 
 def graphs_after_a_step(settings: RunSettings) -> list[torch.Size]:
     """Run on every rank: return the shapes of the tensors that keep a graph alive after a training step."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         gc.collect()
         tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]

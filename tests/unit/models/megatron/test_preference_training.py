@@ -18,7 +18,8 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.tiny_model import layout, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
 from tests.unit.algorithms.preference_reference import config_of
 
 NUM_PAIRS, NUM_STEPS = 4, 3
@@ -72,8 +73,7 @@ def pairs_of_step(step: int) -> TokenBatch:
 
 def train(policy: PolicyConfig, reference: list[list[float]] | None) -> tuple[Training, list[list[float]]]:
     """Runs on every rank. Where no reference is given, it is measured."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10, keep_reference=True)
+    with tiny_trainer(policy, keep_reference=True) as trainer:
         place, losses, norms, metrics, sums = trainer.coordinates, [], [], [], []
         for step in range(NUM_STEPS):
             batch = pairs_of_step(step)

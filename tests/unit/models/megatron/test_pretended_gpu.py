@@ -3,54 +3,35 @@
 """A GRPO step, log-probabilities and generation with tensors that are taken for a GPU's: where the host would wait."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.pretended_gpu import PretendedGpu, Wait, by_owner
+from tests.support.quick_list import slow
 from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy
 from tests.support.training_run import build_trainer, request_of
+from tests.unit.models.megatron.tiny_trainers import PACKED, policy_gradient_loss, with_advantages, with_random_routes
 
-PACKED = {"sequence_packing__enabled": True}
 Waits = dict[Wait, int]
-JOBS = [
-    (1, {}),
-    pytest.param(1, PACKED, marks=pytest.mark.slow),
-    pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-    pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-]
+JOBS = [(1, {}), slow(1, PACKED), slow(2, layout(tp=2)), slow(2, layout(pp=2))]
 
 
 def rl_batch() -> TokenBatch:
     """Eight sequences with advantages, log-probabilities, lags and a capture of random routes."""
-    batch = tiny_batch(3)
-    rows, columns = batch.input_ids.shape
-    generator = torch.Generator().manual_seed(1)
-    routes = torch.rand(rows, columns, 4, 8, generator=generator).topk(2).indices.to(torch.int16)
-    fed = torch.arange(columns) < batch.lengths[:, None] - 1
-    return replace(
-        batch,
-        columns={
-            "advantages": per_sequence(torch.linspace(-1, 1, rows)),
-            "generation_logprobs": per_token(torch.full((rows, columns), -3.0)),
-            TOKEN_LAG: per_token((torch.arange(columns) % 7).expand(rows, columns).int(), fill=NO_LAG),
-            ROUTED_EXPERTS: per_token(routes.where(fed[..., None, None], -1), Destination.MODEL, fill=-1),
-        },
-    )
+    batch = with_random_routes(with_advantages(tiny_batch(3)))
+    lags = torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids) % 7
+    return batch.with_columns(**{TOKEN_LAG: per_token(lags.int(), fill=NO_LAG)})
 
 
 def step(policy: PolicyConfig, pretended: bool, microbatches: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
     """Loss, norm and metrics of the second step of two, and the waits of each kind of pass."""
-    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
+    loss = policy_gradient_loss()
     gpu = PretendedGpu()
 
     def run() -> tuple[Any, ...]:
@@ -79,10 +60,7 @@ def step(policy: PolicyConfig, pretended: bool, microbatches: tuple[tuple[int, .
 
 # Where the host may wait in a step of training, as often, and why.
 TRAINING: dict[tuple[str, str], tuple[int, str]] = {
-    ("expert_advantages.ExpertAdvantageRecorder._of_whole_batch", "copy to the device"): (
-        1,
-        "once, before the passes",
-    ),
+    ("expert_advantages.ExpertAdvantageRecorder._of_whole_batch", "copy to the device"): (1, "once, before the passes"),
     ("forward_backward.metrics_to_host", "tolist"): (1, "the metrics of all microbatches, once a global batch"),
     ("trainer.MegatronTrainer._sum_over_ranks", "tensor"): (1, "the loss, which decides whether to update"),
     ("trainer.MegatronTrainer._sum_over_ranks", "_local_scalar_dense"): (1, "the same"),

@@ -27,6 +27,7 @@ from nemo_rl_moe.models.megatron.training import microbatch
 from tests.support.family_reference import other_chunks, trainer_of
 from tests.support.family_training import NUM_STEPS, SETTINGS, TrainingRun, steps_of_trainer, steps_of_transformers
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_policy
 from tests.support.vision_models import (
     PATCH,
@@ -37,10 +38,10 @@ from tests.support.vision_models import (
     vision_batch,
     write_vision_model,
 )
+from tests.unit.models.megatron.tiny_trainers import PACKED
 
 MODEL, DENSE = "qwen3_5_moe", "qwen3_5"
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
-PACKED = {"sequence_packing__enabled": True}
 LEAST = 1e-5
 """Of losses and gradient norms, relative, and of log-probabilities; twice the rounding of the rule is allowed, too."""
 
@@ -97,18 +98,12 @@ def steps(folder: str, policy: PolicyConfig) -> TrainingRun:
     [
         (MODEL, 1, {}),
         (MODEL, 2, PACKED | layout(tp=2)),
-        pytest.param(MODEL, 1, PACKED, marks=pytest.mark.full),
-        pytest.param(MODEL, 2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(MODEL, 2, PACKED | layout(ep=2), marks=pytest.mark.full),
-        pytest.param(MODEL, 2, layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(MODEL, 2, PACKED | layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(MODEL, 2, layout(ep=2), marks=pytest.mark.slow),
-        pytest.param(MODEL, 2, {}, marks=pytest.mark.slow),
-        pytest.param(MODEL, 2, PACKED, marks=pytest.mark.slow),
-        pytest.param(DENSE, 2, PACKED | layout(tp=2), marks=pytest.mark.full),
-        pytest.param(DENSE, 1, {}, marks=pytest.mark.slow),
-        pytest.param(DENSE, 2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(DENSE, 2, PACKED, marks=pytest.mark.slow),
+        full(MODEL, 1, PACKED),
+        *(full(MODEL, 2, changes) for changes in (layout(pp=2), PACKED | layout(ep=2))),
+        *(slow(MODEL, 2, changes) for changes in (layout(tp=2), PACKED | layout(pp=2), layout(ep=2), {}, PACKED)),
+        full(DENSE, 2, PACKED | layout(tp=2)),
+        slow(DENSE, 1, {}),
+        *(slow(DENSE, 2, changes) for changes in (layout(pp=2), PACKED)),
     ],
 )
 def test_steps_are_those_of_transformers(

@@ -34,11 +34,7 @@ TINY = Path(__file__).parents[4] / "examples/assets/tiny_qwen3_vl_moe"
 
 @pytest.mark.parametrize(
     ("section", "interleaved", "axes"),
-    [
-        ([4, 2, 2], True, "THWTHWTT"),
-        ([3, 3, 2], True, "THWTHWTH"),
-        ([4, 2, 2], False, "TTTTHHWW"),
-    ],
+    [([4, 2, 2], True, "THWTHWTT"), ([3, 3, 2], True, "THWTHWTH"), ([4, 2, 2], False, "TTTTHHWW")],
 )
 def test_angles_of_the_three_axes(section: list[int], interleaved: bool, axes: str) -> None:
     positions = {"T": 2, "H": 5, "W": 11}

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What real passes report beside the agreement statistics: rows of one rank, rows that repeat, float32, a bias that
-stands still."""
+"""What real passes report beside the agreement statistics: rows of one rank, rows that repeat, float32."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -16,7 +15,12 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token, with_empty_rows
 from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
 from nemo_rl_moe.models.megatron.training.expert_writers import _writers_of_tokens
-from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
+from nemo_rl_moe.models.megatron.training.microbatch import (
+    MicrobatchShape,
+    ModelMicrobatch,
+    pack_microbatch,
+    pad_microbatch,
+)
 from nemo_rl_moe.models.megatron.training.route_checks import NUM_TOKENS, RouteProbe
 from nemo_rl_moe.models.megatron.training.router_hooks import (
     SequenceCut,
@@ -25,33 +29,52 @@ from nemo_rl_moe.models.megatron.training.router_hooks import (
     in_router_order,
     row_lags,
 )
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 from nemo_rl_moe.token_writers import ANSWER, TOKEN_WRITERS, WRITERS
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    MICROBATCHES,
-    layout,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_hf_config,
-)
+from tests.support.tiny_model import parallel_job, tiny_batch, tiny_grpo_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for
 
 CPU = torch.device("cpu")
-PACKED = {"sequence_packing__enabled": True}
+
+
+def parts_of(make: Any, batch: TokenBatch, size: int, context: int) -> Iterator[tuple[ModelMicrobatch, SequenceCut]]:
+    """The microbatch and the cut of each rank, with sequence and context parallelism."""
+    for context_rank, rank in product(range(context), range(size)):
+        place = ContextPlace(context_rank, context)
+        yield make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), CPU), SequenceCut(rank, size)
+
+
+def numbered_batch() -> TokenBatch:
+    """Three sequences whose tokens say which they are."""
+    batch = tiny_batch(3).select([0, 3, 5])
+    return replace(batch, input_ids=1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape))
+
+
+@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_row_has_the_lag_of_the_token_after_it(make: Any, size: int, context: int) -> None:
+    """On each rank's own tokens every lag is that of its column."""
+    batch = numbered_batch()
+    batch = batch.with_columns(**{TOKEN_LAG: per_token(batch.input_ids.int(), fill=NO_LAG)})
+    seen: list[int] = []
+    for microbatch, cut in parts_of(make, batch, size, context):
+        lags = row_lags(microbatch, cut)
+        assert lags is not None
+        tokens, fed = in_router_order(microbatch.input_ids, cut), fed_tokens(microbatch, cut)
+        assert (lags[fed] == tokens[fed] + 1).all()
+        assert (lags[~fed] == NO_LAG).all()
+        seen += tokens[fed].tolist()
+    assert len(seen) == int((batch.lengths - 1).sum())
 
 
 @pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
 @pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
 def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int, context: int) -> None:
-    batch = tiny_batch(3).select([0, 3, 5])
-    numbers = 1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
-    # Tokens that say which they are, so that the one before is known by its number.
-    batch = TokenBatch(numbers, batch.lengths, batch.token_mask, batch.sample_ids)
+    batch = numbered_batch()
     last_tokens = batch.input_ids.gather(1, batch.lengths[:, None] - 1)[:, 0].tolist()
     real = batch.input_ids[torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]].tolist()
     of_sequences = {
@@ -60,10 +83,8 @@ def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int, con
         for column in range(1, int(batch.lengths[row]))
     }
     found_fed: list[int] = []
-    for context_rank, rank in product(range(context), range(size)):
-        place = ContextPlace(context_rank, context)
-        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), CPU)
-        cut, rows = SequenceCut(rank, size), microbatch.input_ids.shape[0]
+    for microbatch, cut in parts_of(make, batch, size, context):
+        rows = microbatch.input_ids.shape[0]
         tokens, follows = in_router_order(microbatch.input_ids, cut), following_tokens(microbatch, cut).tolist()
         found_fed += tokens[fed_tokens(microbatch, cut)].tolist()
         for place_of_token, token in enumerate(tokens.tolist()):
@@ -71,7 +92,7 @@ def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int, con
             before = tokens[place_of_token - rows] if place_of_token >= rows else None
             if token in of_sequences:
                 assert follows[place_of_token] == (before == of_sequences[token])
-            elif token in numbers[:, 0].tolist():
+            elif token in batch.input_ids[:, 0].tolist():
                 assert not follows[place_of_token]
     assert sorted(found_fed) == sorted(set(real) - set(last_tokens))
 
@@ -89,10 +110,7 @@ def test_no_token_of_an_empty_row_counts(make: Any, size: int, context: int) -> 
     )
     batch, num_tokens = with_empty_rows(written, 2), int(sequences.lengths.sum())
     num_fed = num_lags = num_written = 0
-    for context_rank, rank in product(range(context), range(size)):
-        place = ContextPlace(context_rank, context)
-        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), CPU)
-        cut = SequenceCut(rank, size)
+    for microbatch, cut in parts_of(make, batch, size, context):
         lags = row_lags(microbatch, cut)
         assert lags is not None
         num_fed += int(fed_tokens(microbatch, cut).sum())
@@ -123,16 +141,12 @@ def test_no_token_of_an_empty_row_is_sampled() -> None:
 
 def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[str]]:
     """Metrics and anomalies of a step that replays what its own weights have chosen before, with a fault."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place = trainer.coordinates
-        shard = shard_of_rank(tiny_batch(3), place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+    with tiny_trainer(policy) as trainer:
+        is_lost = fault == "rank" and trainer.coordinates.data_parallel_rank == 1
+        shard = shard_for(trainer, tiny_batch(3))
         _, routes = trainer.logprobs_and_routes(shard.microbatches)
         taken = iter([rows.pieces[0].source for rows in routes])
-        microbatches = [
-            _with_capture(batch, taken, lost=fault == "rank" and place.data_parallel_rank == 1)
-            for batch in shard.microbatches
-        ]
+        microbatches = [_with_capture(batch, taken, lost=is_lost) for batch in shard.microbatches]
         if fault == "weights":
             with torch.no_grad():
                 for name, parameter in trainer.chunks[0].named_parameters():
@@ -180,26 +194,3 @@ def test_routers_of_other_weights_are_seen_in_float32_alone() -> None:
     (found,) = run_ranks(trained, 1, tiny_grpo_policy(1), "updates")
     assert found[0]["routing/live_agreement"] < 1, "weights have moved between the updates of the step"
     assert "routing/float32_flips_share" not in found[0]
-
-
-def biased(policy: PolicyConfig, frozen: bool) -> dict[str, float]:
-    """Metrics of a step of a model with an expert bias; frozen: one that Megatron-Core does not update."""
-    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
-    with parallel_job(policy), pytest.MonkeyPatch.context() as patch:
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        if frozen:
-            patch.setattr(module, "_update_router_expert_bias", lambda *args, **kwargs: None)
-        place = trainer.coordinates
-        shard = shard_of_rank(tiny_batch(3), place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
-        return trainer.train([shard], sft_loss).moe_metrics
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("world_size", "changes"), [pytest.param(1, {}, marks=pytest.mark.full), (2, layout(pp=2))])
-def test_an_expert_bias_that_stands_still_is_counted(world_size: int, changes: dict[str, Any]) -> None:
-    with_bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    policy = tiny_grpo_policy(world_size, **with_bias, **changes)
-    assert run_ranks(biased, world_size, policy, True)[0]["expert_bias_frozen_layers"] == 4
-    assert "expert_bias_frozen_layers" not in run_ranks(biased, world_size, policy, False)[0]
-    by_choice = tiny_grpo_policy(world_size, **with_bias, moe_router_bias_update_rate=0.0, **changes)
-    assert "expert_bias_frozen_layers" not in run_ranks(biased, world_size, by_choice, False)[0]

@@ -13,28 +13,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.config.loading import load_grpo_config
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.models.megatron.checkpoint.contents import random_states
 from nemo_rl_moe.models.megatron.layers import router_losses
 from nemo_rl_moe.models.megatron.training import megatron_model, side_passes
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.findings.tracker import FindingTracker, Thresholds
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
-from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
-from tests.support.quick_list import some_of
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_hf_config
-from tests.support.training_run import observer_of
+from tests.support.quick_list import full, slow, some_of
+from tests.support.tiny_model import layout, shard_of_rank, tiny_batch, tiny_grpo_policy
+from tests.support.training_run import observer_of, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    EXPERT_BIAS,
+    NUM_LAYERS,
+    OVERLAP,
+    PACKED,
+    ZERO_1,
+    load_counts,
+    policy_gradient_loss,
+    shard_for,
+    with_advantages,
+    with_random_routes,
+)
 
-NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
-ADVANTAGES = (1.0, -0.5, 0.25, -1.5, 0.75, 0.5, -1.0, 0.5)
-PACKED = {"sequence_packing__enabled": True}
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
 REPLAY = {"routing_replay": "rollout"}
 FULL = {"activation_checkpointing": "full"}
 GLOBAL_AND_SEQUENCE = {
@@ -48,25 +50,10 @@ UNLIKE = ("router_gradient/seconds", "router_gradient/error_aux", "router_gradie
 MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microbatches": None}
 
 
-def loss_function() -> PolicyGradientLoss:
-    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
-
-
 def rl_batch(seed: int = 3, *, with_routes: bool = False, **sizes: int) -> TokenBatch:
     """Eight sequences with advantages, and with experts that no router would choose."""
-    batch = tiny_batch(seed, **sizes)
-    logprobs = torch.full(batch.input_ids.shape, -3.0)
-    batch = batch.with_columns(
-        advantages=per_sequence(torch.tensor(ADVANTAGES)), generation_logprobs=per_token(logprobs)
-    )
-    if not with_routes:
-        return batch
-    generator = torch.Generator().manual_seed(seed)
-    shape = (*batch.input_ids.shape, NUM_LAYERS, NUM_EXPERTS)
-    routes = torch.rand(shape, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
-    fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
-    routes = routes.where(fed[:, :, None, None], -1)
-    return batch.with_columns(**{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)})
+    batch = with_advantages(tiny_batch(seed, **sizes))
+    return with_random_routes(batch, seed) if with_routes else batch
 
 
 def policy_for(world_size: int = 1, **changes: Any) -> Any:
@@ -85,16 +72,14 @@ class Measured:
 
 
 def measure(policy: Any, sizes: dict[str, int], with_routes: bool, fault: str | None = None) -> Measured:
-    with parallel_job(policy), without(fault):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, measurement = trainer.coordinates, observer_of(trainer, RouterGradients)
-        batch = rl_batch(with_routes=with_routes, **sizes)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+    with without(fault), tiny_trainer(policy) as trainer:
+        measurement = observer_of(trainer, RouterGradients)
+        shard = shard_for(trainer, rl_batch(with_routes=with_routes, **sizes))
         for chunk in trainer.ddp_chunks:
             chunk.train()
-        parts = measurement.parts(shard, loss_function())
+        parts = measurement.parts(shard, policy_gradient_loss())
         dist.all_reduce(parts)
-        metrics = trainer.train([shard], loss_function()).moe_metrics
+        metrics = trainer.train([shard], policy_gradient_loss()).moe_metrics
         trained = {
             position: router.weight.main_grad.float().numpy().copy() for position, router in measurement._routers
         }
@@ -137,19 +122,19 @@ def test_the_parts_are_there_and_add_up(expected: Measured) -> None:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(1, FULL, marks=pytest.mark.slow),
-        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, OVERLAP, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2) | PACKED | FULL, marks=pytest.mark.full),
-        pytest.param(2, layout(ep=2) | {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2) | FULL | OVERLAP, marks=pytest.mark.slow),
+        full(1, PACKED),
+        slow(1, FULL),
+        slow(1, {"layer_spec": "local"}),
+        slow(2, {}),
+        full(2, OVERLAP),
+        slow(2, layout(tp=2)),
+        full(2, layout(tp=2) | PACKED | FULL),
+        full(2, layout(ep=2) | {"activation_checkpointing": "moe"}),
+        slow(2, layout(pp=2)),
+        slow(2, layout(pp=2) | FULL | OVERLAP),
         (2, layout(pp=2, vpp=2) | OVERLAP),
-        pytest.param(4, layout(pp=2, tp=2) | PACKED | FULL, marks=pytest.mark.slow),
-        pytest.param(4, layout(tp=2, ep=2), marks=pytest.mark.slow),
+        slow(4, layout(pp=2, tp=2) | PACKED | FULL),
+        slow(4, layout(tp=2, ep=2)),
     ],
 )
 def test_every_layout_measures_what_one_rank_does(world_size: int, changes: dict[str, Any], expected: Measured) -> None:
@@ -166,13 +151,13 @@ PADDED_ROWS = {"shortest": 3, "longest": 23}
 @pytest.mark.parametrize(
     ("world_size", "changes", "most"),
     [
-        pytest.param(1, {"precision": "bfloat16"}, 0.03, marks=pytest.mark.full),
-        pytest.param(2, {}, 1e-5, marks=pytest.mark.full),
+        full(1, {"precision": "bfloat16"}, 0.03),
+        full(2, {}, 1e-5),
         (2, layout(tp=2) | PACKED | FULL, 1e-5),
-        pytest.param(2, layout(pp=2) | FULL, 1e-5, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2, vpp=2), 1e-5, marks=pytest.mark.full),
-        pytest.param(2, layout(ep=2) | {"layer_spec": "local"}, 1e-5, marks=pytest.mark.full),
-        pytest.param(1, {"router_gradients__num_microbatches": 2}, 1e-5, marks=pytest.mark.full),
+        full(2, layout(pp=2) | FULL, 1e-5),
+        full(2, layout(pp=2, vpp=2), 1e-5),
+        full(2, layout(ep=2) | {"layer_spec": "local"}, 1e-5),
+        full(1, {"router_gradients__num_microbatches": 2}, 1e-5),
     ],
 )
 def test_the_last_router_gets_what_the_equations_say(world_size: int, changes: dict[str, Any], most: float) -> None:
@@ -229,11 +214,7 @@ def test_a_fault_of_the_losses_is_found(fault: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [
-        pytest.param(2, ZERO_1 | OVERLAP, marks=pytest.mark.slow),
-        (2, layout(ep=2) | ZERO_1),
-        pytest.param(2, layout(pp=2, vpp=2) | ZERO_1, marks=pytest.mark.slow),
-    ],
+    [slow(2, ZERO_1 | OVERLAP), (2, layout(ep=2) | ZERO_1), slow(2, layout(pp=2, vpp=2) | ZERO_1)],
 )
 def test_with_a_sharded_optimizer_too(world_size: int, changes: dict[str, Any], expected: Measured) -> None:
     """A rank keeps only its own part of such an optimizer's gradients."""
@@ -245,9 +226,9 @@ def test_with_a_sharded_optimizer_too(world_size: int, changes: dict[str, Any], 
     ("world_size", "changes"),
     [
         (1, FULL),
-        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2) | PACKED | FULL, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2) | FULL, marks=pytest.mark.full),
+        slow(1, {"layer_spec": "local"}),
+        slow(2, layout(tp=2) | PACKED | FULL),
+        full(2, layout(pp=2, vpp=2) | FULL),
     ],
 )
 def test_under_replay_too(world_size: int, changes: dict[str, Any], expected_under_replay: Measured) -> None:
@@ -296,11 +277,9 @@ def test_metrics_are_those_of_the_parts(expected: Measured) -> None:
 @pytest.mark.parametrize(
     ("changes", "sources"),
     [
-        pytest.param({"moe_z_loss_coeff": None}, ("policy", "aux"), marks=pytest.mark.full),
-        pytest.param({"moe_router_load_balancing_type": "none"}, ("policy", "z"), marks=pytest.mark.full),
-        pytest.param(
-            {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}, ("policy",), marks=pytest.mark.full
-        ),
+        full({"moe_z_loss_coeff": None}, ("policy", "aux")),
+        full({"moe_router_load_balancing_type": "none"}, ("policy", "z")),
+        full({"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}, ("policy",)),
         (GLOBAL_AND_SEQUENCE, ("policy", "aux", "z")),
     ],
 )
@@ -313,15 +292,14 @@ def test_sources_are_those_of_the_configuration(changes: dict[str, Any], sources
 
 def halves(policy: Any) -> list[np.ndarray]:
     """Parts of all four microbatches, of the first two, and of the last two."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, measurement = trainer.coordinates, observer_of(trainer, RouterGradients)
-        shard = shard_of_rank(rl_batch(), place.data_parallel_rank, place.data_parallel_size)
+    with tiny_trainer(policy) as trainer:
+        measurement = observer_of(trainer, RouterGradients)
+        shard = shard_for(trainer, rl_batch())
         turned = replace(shard, microbatches=shard.microbatches[2:] + shard.microbatches[:2])
         found = []
         for number, given in ((None, shard), (2, shard), (2, turned)):
             measurement._num_microbatches = number
-            parts = measurement.parts(given, loss_function())
+            parts = measurement.parts(given, policy_gradient_loss())
             dist.all_reduce(parts)
             found.append(parts.numpy())
         return found
@@ -339,11 +317,7 @@ def test_some_microbatches_stand_for_all() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "sizes", "expected"),
-    [
-        pytest.param(1, {"pp": 2, "vpp": 2}, 2, marks=pytest.mark.full),
-        (3, {"pp": 2, "vpp": 2}, 4),
-        pytest.param(1, {"pp": 2}, 1, marks=pytest.mark.full),
-    ],
+    [full(1, {"pp": 2, "vpp": 2}, 2), (3, {"pp": 2, "vpp": 2}, 4), full(1, {"pp": 2}, 1)],
 )
 def test_an_interleaved_pipeline_runs_whole_rounds(number: int, sizes: dict[str, int], expected: int) -> None:
     policy = policy_for(2, **layout(**sizes), router_gradients__num_microbatches=number)
@@ -351,8 +325,7 @@ def test_an_interleaved_pipeline_runs_whole_rounds(number: int, sizes: dict[str,
 
 
 def microbatches_that_run(policy: Any) -> int:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         assert observer_of(trainer, RouterGradients)
         numbers = []
         train = ForwardBackward.train
@@ -362,7 +335,7 @@ def microbatches_that_run(policy: Any) -> int:
             return train(self, *args, **kwargs)
 
         with mock.patch.object(ForwardBackward, "train", watched):
-            trainer.train([shard_of_rank(rl_batch())], loss_function())
+            trainer.train([shard_of_rank(rl_batch())], policy_gradient_loss())
         assert numbers == [numbers[0]] * 3 + [None]
         return numbers[0]
 
@@ -391,29 +364,18 @@ def three_steps(policy: Any, with_routes: bool, dropout: float, fault: str | Non
         config.hidden_dropout = config.attention_dropout = dropout
         return config
 
-    with parallel_job(policy), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(megatron_model, "build_transformer_config", with_dropout))
-        stack.enter_context(without(fault))
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, metrics, loads = trainer.coordinates, [], []
+    of_model = mock.patch.object(megatron_model, "build_transformer_config", with_dropout)
+    with of_model, without(fault), tiny_trainer(policy) as trainer:
+        metrics, loads = [], []
         for step in range(3):
-            batch = rl_batch(step, with_routes=with_routes)
-            shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
-            result = trainer.train([shard], loss_function())
+            shard = shard_for(trainer, rl_batch(step, with_routes=with_routes))
+            result = trainer.train([shard], policy_gradient_loss())
             series = {name: found.reduce() for name, found in result.microbatch_metrics.items()}
             metrics.append(result.moe_metrics | series | {"loss": result.global_loss, "norm": result.grad_norm})
-            load = EXPERT_LOAD.of(result.artifacts)
-            loads.append(None if load is None else load.counts.tolist())
-        named = {
-            f"{index} {name}": tensor
-            for index, chunk in enumerate(trainer.chunks)
-            for name, tensor in chunk.named_parameters()
-        }
-        buffers = {
-            f"{index} {name}": tensor
-            for index, chunk in enumerate(trainer.chunks)
-            for name, tensor in chunk.named_buffers()
-        }
+            counts = load_counts(result)
+            loads.append(None if counts is None else counts.tolist())
+        chunks = torch.nn.ModuleList(trainer.chunks)
+        named, buffers = dict(chunks.named_parameters()), dict(chunks.named_buffers())
         state = [
             values
             for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
@@ -440,22 +402,13 @@ def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     }
 
 
-BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_bias_update_rate": 0.01,
-}
+BIAS = {**EXPERT_BIAS, "moe_router_bias_update_rate": 0.01}
 GLOBAL = {"moe_router_load_balancing_type": "[aux_loss, global_aux_loss]", "moe_aux_loss_coeff": "[0.05, 0.05]"}
 EVERYTHING = BIAS | GLOBAL
 
 
 def both(
-    world_size: int,
-    changes: dict[str, Any],
-    *,
-    with_routes: bool = False,
-    dropout: float = 0.1,
-    fault: Any = None,
+    world_size: int, changes: dict[str, Any], *, with_routes: bool = False, dropout: float = 0.1, fault: Any = None
 ) -> tuple[list[Run], list[Run]]:
     """The ranks of a run with measurements on every step, and of one without any."""
     runs = [
@@ -468,21 +421,14 @@ def both(
 @pytest.mark.parametrize(
     ("world_size", "changes", "settings"),
     [
-        pytest.param(1, {}, {"dropout": 0.0}, marks=pytest.mark.slow),
-        pytest.param(1, EVERYTHING, {}, marks=pytest.mark.slow),
+        slow(1, {}, {"dropout": 0.0}),
+        slow(1, EVERYTHING, {}),
         (1, EVERYTHING | FULL | REPLAY, {"with_routes": True}),
-        pytest.param(1, EVERYTHING | {"layer_spec": "local", "precision": "bfloat16"}, {}, marks=pytest.mark.slow),
-        pytest.param(2, EVERYTHING | ZERO_1 | OVERLAP, {}, marks=pytest.mark.full),
-        pytest.param(
-            2, EVERYTHING | layout(ep=2) | OVERLAP | {"activation_checkpointing": "moe"}, {}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            2,
-            EVERYTHING | layout(tp=2) | PACKED | REPLAY,
-            {"with_routes": True, "dropout": 0.0},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, EVERYTHING | layout(pp=2, vpp=2) | FULL | OVERLAP | ZERO_1, {}, marks=pytest.mark.slow),
+        slow(1, EVERYTHING | {"layer_spec": "local", "precision": "bfloat16"}, {}),
+        full(2, EVERYTHING | ZERO_1 | OVERLAP, {}),
+        slow(2, EVERYTHING | layout(ep=2) | OVERLAP | {"activation_checkpointing": "moe"}, {}),
+        slow(2, EVERYTHING | layout(tp=2) | PACKED | REPLAY, {"with_routes": True, "dropout": 0.0}),
+        slow(2, EVERYTHING | layout(pp=2, vpp=2) | FULL | OVERLAP | ZERO_1, {}),
     ],
 )
 def test_measuring_changes_no_bit(world_size: int, changes: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -499,8 +445,8 @@ def test_measuring_changes_no_bit(world_size: int, changes: dict[str, Any], sett
     ("fault", "what"),
     [
         ("_kept_random_states", "random"),
-        pytest.param("_kept_router_buffers", "weights", marks=pytest.mark.slow),
-        pytest.param("_kept_auxiliary_losses", "metrics", marks=pytest.mark.slow),
+        slow("_kept_router_buffers", "weights"),
+        slow("_kept_auxiliary_losses", "metrics"),
     ],
 )
 def test_each_trace_would_be_seen(fault: str, what: str) -> None:
@@ -510,16 +456,17 @@ def test_each_trace_would_be_seen(fault: str, what: str) -> None:
 
 # A mean that is taken twice is the same mean: of whole gradients over data-parallel ranks nothing would be seen.
 @pytest.mark.full
-@pytest.mark.parametrize("changes", [pytest.param(layout(tp=2), marks=pytest.mark.slow), ZERO_1])
+@pytest.mark.parametrize("changes", [slow(layout(tp=2)), ZERO_1])
 def test_gradients_that_the_schedule_had_reduced_would_be_seen(changes: dict[str, Any], expected: Measured) -> None:
     ranks = run_ranks(measure, 2, policy_for(2, **changes), FULL_ROWS, False, "_unreduced_gradients")
     assert relative(ranks[0].parts, expected.parts) > 0.1
 
 
 def due_steps(policy: Any) -> list[bool]:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        found = [trainer.train([shard_of_rank(rl_batch(step))], loss_function()).moe_metrics for step in range(4)]
+    with tiny_trainer(policy) as trainer:
+        found = [
+            trainer.train([shard_of_rank(rl_batch(step))], policy_gradient_loss()).moe_metrics for step in range(4)
+        ]
         return ["router_gradient/seconds" in metrics for metrics in found]
 
 

@@ -15,33 +15,33 @@ import torch.distributed as dist
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, per_token, stored_per_token
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, stored_per_token
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
-from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
+from nemo_rl_moe.runs.folder.artifacts import ROUTING
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    MICROBATCHES,
-    layout,
-    logprobs_by_sequence,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_hf_config,
+from tests.support.quick_list import full, slow
+from tests.support.tiny_model import MICROBATCHES, layout, logprobs_by_sequence, tiny_batch, tiny_grpo_policy
+from tests.support.training_run import prompts, request_of, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    PACKED,
+    load_counts,
+    random_routes,
+    replay_policy,
+    shard_for,
+    with_random_routes,
 )
-from tests.support.training_run import build_trainer, prompts, request_of
 
-PACKED = {"sequence_packing__enabled": True}
 # Megatron-Core's loss counts the best experts by score, without groups and bias; under replay it counts those in use.
 WITHOUT_LOSS = {"moe_aux_loss_coeff": 0.0}
 IN_BFLOAT16 = {"precision": "bfloat16", "activation_checkpointing": "full"}
 ONE_SHARE = (tuple(range(6)),)
 UNEVEN_SHARES = ((0, 2, 3, 4, 5), (1,))
-NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,19 @@ class Trained:
     router: str
 
 
-def random_routes(batch: TokenBatch, seed: int = 11) -> torch.Tensor:
-    """Experts that no router would choose; -1 for the last token of each sequence and on padding."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (*batch.input_ids.shape, NUM_LAYERS, NUM_EXPERTS)
-    routes = torch.rand(shape, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
-    fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
-    return routes.where(fed[:, :, None, None], -1)
-
-
 def batch_with_routes() -> TokenBatch:
-    batch = tiny_batch(3)
-    return batch.with_columns(**{ROUTED_EXPERTS: per_token(random_routes(batch), Destination.MODEL, fill=-1)})
+    return with_random_routes(tiny_batch(3))
 
 
 def train(policy: PolicyConfig, microbatches: Any) -> Trained:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         whole = batch_with_routes()
-        place = trainer.coordinates
-        shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size, microbatches)
+        shard = shard_for(trainer, whole, microbatches)
         logprobs = logprobs_by_sequence(trainer, shard, whole, microbatches)
         own_logprobs, own_routes = own_choice(trainer, shard, microbatches)
         _, compared = trainer.compare_routes(shard.microbatches)
         result = trainer.train([shard], sft_loss)
-        load = EXPERT_LOAD.of(result.artifacts)
-        counts = [] if load is None else load.counts.tolist()
+        counts = load_counts(result)
         router = type(trainer.chunks[0].decoder.layers[0].mlp.router).__name__
         return Trained(
             logprobs,
@@ -96,7 +83,7 @@ def train(policy: PolicyConfig, microbatches: Any) -> Trained:
             compared,
             result.global_loss,
             result.grad_norm,
-            counts,
+            [] if counts is None else counts.tolist(),
             result.moe_metrics,
             router,
         )
@@ -123,9 +110,7 @@ def without_routes(batch: TokenBatch) -> TokenBatch:
 
 
 def run(world_size: int = 1, microbatches: Any = MICROBATCHES, **changes: Any) -> Trained:
-    given = {"activation_checkpointing": "none", "routing_replay": "rollout", **changes}
-    policy = tiny_grpo_policy(world_size, **given)
-    ranks = run_ranks(train, world_size, policy, microbatches)
+    ranks = run_ranks(train, world_size, replay_policy(world_size, **changes), microbatches)
     logprobs, own_logprobs, own_routes = (
         {index: values for rank in ranks for index, values in getattr(rank, name).items()}
         for name in ("logprobs", "own_logprobs", "own_routes")
@@ -177,23 +162,23 @@ def test_comparison_counts_as_brute_force_does(expected: Trained) -> None:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(1, {"activation_checkpointing": "full"}, marks=pytest.mark.full),
-        pytest.param(1, {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
-        pytest.param(1, {"layer_spec": "local", "activation_checkpointing": "full"}, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2) | PACKED, marks=pytest.mark.full),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2) | {"activation_checkpointing": "moe"}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2) | PACKED | {"activation_checkpointing": "full"}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.full),
+        full(1, {"layer_spec": "local"}),
+        full(1, PACKED),
+        full(1, {"activation_checkpointing": "full"}),
+        full(1, {"activation_checkpointing": "moe"}),
+        full(1, {"layer_spec": "local", "activation_checkpointing": "full"}),
+        full(2, {}),
+        full(2, layout(tp=2)),
+        full(2, layout(tp=2) | PACKED),
+        full(2, layout(ep=2)),
+        full(2, layout(pp=2)),
+        full(2, layout(pp=2) | {"activation_checkpointing": "full"}),
+        full(2, layout(pp=2) | {"activation_checkpointing": "moe"}),
+        full(2, layout(pp=2) | PACKED | {"activation_checkpointing": "full"}),
+        full(2, layout(pp=2, vpp=2)),
         (2, layout(pp=2, vpp=2) | {"activation_checkpointing": "full"}),
-        pytest.param(4, layout(pp=2, ep=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
-        pytest.param(4, layout(pp=2, tp=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        slow(4, layout(pp=2, ep=2) | {"activation_checkpointing": "full"}),
+        slow(4, layout(pp=2, tp=2) | {"activation_checkpointing": "full"}),
     ],
 )
 def test_layout_replays_as_one_rank_does(world_size: int, changes: dict[str, Any], expected: Trained) -> None:
@@ -234,8 +219,7 @@ def train_with_fault(policy: PolicyConfig, fault: type[RouterHooks]) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes", "fault"),
-    [(1, {}, _LostInTheBackwardPass), pytest.param(2, layout(pp=2), _OfTheLastMicrobatch, marks=pytest.mark.full)],
+    ("world_size", "changes", "fault"), [(1, {}, _LostInTheBackwardPass), full(2, layout(pp=2), _OfTheLastMicrobatch)]
 )
 def test_a_replay_that_recomputation_loses_is_seen_in_the_gradient_alone(
     world_size: int, changes: dict[str, Any], fault: type[RouterHooks], expected: Trained
@@ -302,14 +286,9 @@ def generate_and_train(
 ) -> tuple[dict[str, float], list[str]]:
     """Metrics and anomalies of a training pass over responses that the same weights have just made, with their routes.
 
-    Args:
-        policy: The configuration.
-        shares: Prompts of each data-parallel rank.
-        model: Changes to the tiny model, or the name of one of `FAMILY_MODELS`.
-        fault: Spoils the routes, by sequence, before they are trained with.
+    Each data-parallel rank has a share of the prompts. A fault spoils the routes, by sequence, before the training.
     """
-    with parallel_job(policy):
-        trainer = build_trainer(policy, model)
+    with tiny_trainer(policy, model) as trainer:
         place = trainer.coordinates
         share = shares[place.data_parallel_rank]
         made = trainer.generate(request_of(share), 4)
@@ -336,33 +315,33 @@ def generate_and_train(
             input_ids, lengths, real, tuple(map(str, range(len(lengths)))), stored={ROUTED_EXPERTS: capture}
         )
         batch = batch.fetched(list)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, ((0, 1, 2), (3, 4, 5)))
+        shard = shard_for(trainer, batch, ((0, 1, 2), (3, 4, 5)))
         result = trainer.train([shard], sft_loss)
         report = ROUTING.of(result.artifacts)
         return result.moe_metrics, [] if report is None else [anomaly.text for anomaly in report.anomalies]
 
 
-@pytest.mark.parametrize("layer_spec", ["auto", pytest.param("local", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layer_spec", ["auto", full("local")])
 @pytest.mark.parametrize(
     ("world_size", "changes", "shares", "model"),
     [
         (1, {}, ONE_SHARE, {}),
-        pytest.param(2, {}, UNEVEN_SHARES, {}, marks=pytest.mark.full),
+        full(2, {}, UNEVEN_SHARES, {}),
         (2, layout(ep=2), UNEVEN_SHARES, {}),
-        pytest.param(2, layout(tp=2), ONE_SHARE, {}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), ONE_SHARE, {}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), ONE_SHARE, {"mlp_only_layers": [2, 3]}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2, vpp=2), ONE_SHARE, {}, marks=pytest.mark.full),
-        pytest.param(4, layout(pp=2, tp=2), ONE_SHARE, {}, marks=pytest.mark.slow),
+        full(2, layout(tp=2), ONE_SHARE, {}),
+        full(2, layout(pp=2), ONE_SHARE, {}),
+        full(2, layout(pp=2), ONE_SHARE, {"mlp_only_layers": [2, 3]}),
+        full(2, layout(pp=2, vpp=2), ONE_SHARE, {}),
+        slow(4, layout(pp=2, tp=2), ONE_SHARE, {}),
         # Groups with an expert bias, the bias behind norms of all heads, latent attention, some layers with an indexer.
-        pytest.param(2, layout(ep=2), UNEVEN_SHARES, "glm4_moe_norms_groups", marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), ONE_SHARE, "minimax_m2", marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2), ONE_SHARE, "glm4_moe_lite", marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2), ONE_SHARE, "glm_moe_dsa", marks=pytest.mark.slow),
-        pytest.param(1, {}, ONE_SHARE, "kimi_k2", marks=pytest.mark.slow),
+        full(2, layout(ep=2), UNEVEN_SHARES, "glm4_moe_norms_groups"),
+        slow(2, layout(tp=2), ONE_SHARE, "minimax_m2"),
+        slow(2, layout(pp=2, vpp=2), ONE_SHARE, "glm4_moe_lite"),
+        slow(2, layout(pp=2), ONE_SHARE, "glm_moe_dsa"),
+        slow(1, {}, ONE_SHARE, "kimi_k2"),
         # States of earlier tokens behind prompts of different lengths.
-        pytest.param(2, layout(ep=2), UNEVEN_SHARES, "qwen3_5_moe_text", marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), ONE_SHARE, "qwen3_next", marks=pytest.mark.slow),
+        full(2, layout(ep=2), UNEVEN_SHARES, "qwen3_5_moe_text"),
+        slow(2, layout(tp=2), ONE_SHARE, "qwen3_next"),
     ],
 )
 def test_routes_of_generation_are_those_of_training(
@@ -384,9 +363,9 @@ def test_routes_of_generation_are_those_of_training(
     ("world_size", "changes", "shares"),
     [
         (1, {}, ONE_SHARE),
-        pytest.param(2, layout(tp=2) | PACKED, ONE_SHARE, marks=pytest.mark.full),
+        full(2, layout(tp=2) | PACKED, ONE_SHARE),
         (2, layout(pp=2, vpp=2), ONE_SHARE),
-        pytest.param(2, layout(pp=2) | IN_BFLOAT16, ONE_SHARE, marks=pytest.mark.full),
+        full(2, layout(pp=2) | IN_BFLOAT16, ONE_SHARE),
     ],
 )
 def test_a_fault_of_the_capture_is_named(world_size: int, changes: dict[str, Any], shares: Any, fault: Any) -> None:
@@ -400,8 +379,7 @@ def test_a_fault_of_the_capture_is_named(world_size: int, changes: dict[str, Any
 
 def replay_own_routes(policy: PolicyConfig, model: dict[str, Any] | str) -> tuple[float, float, dict[str, float]]:
     """A step that replays what the log-probability pass before it has chosen, on the same weights."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy, model)
+    with tiny_trainer(policy, model) as trainer:
         whole = tiny_batch(3)
         place = trainer.coordinates
         count = len(MICROBATCHES) // place.data_parallel_size
@@ -415,7 +393,7 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any] | str) -> tupl
             capture = stored_per_token([found[index] for index in range(len(whole))], fill=-1)
             assert capture is not None
             whole = whole.with_stored(ROUTED_EXPERTS, capture).fetched(list)
-        shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, whole)
         result = trainer.train([shard], sft_loss)
         return result.global_loss, result.grad_norm, result.moe_metrics
 
@@ -423,19 +401,19 @@ def replay_own_routes(policy: PolicyConfig, model: dict[str, Any] | str) -> tupl
 @pytest.mark.parametrize(
     ("world_size", "changes", "model"),
     [
-        pytest.param(1, {}, {}, marks=pytest.mark.full),
-        pytest.param(1, {"layer_spec": "local"}, {}, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2) | PACKED, {}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), {}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), {"mlp_only_layers": [2, 3]}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), {"mlp_only_layers": [0, 1]}, marks=pytest.mark.full),
+        full(1, {}, {}),
+        full(1, {"layer_spec": "local"}, {}),
+        full(2, layout(tp=2) | PACKED, {}),
+        full(2, layout(pp=2), {}),
+        full(2, layout(pp=2), {"mlp_only_layers": [2, 3]}),
+        full(2, layout(pp=2), {"mlp_only_layers": [0, 1]}),
         (2, layout(pp=2, vpp=2), {}),
-        pytest.param(4, layout(pp=2, tp=2), {}, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2) | WITHOUT_LOSS, "glm4_moe_norms_groups", marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2) | PACKED, "glm4_moe_lite", marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2), "minimax_m2", marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2) | WITHOUT_LOSS, "deepseek_v32", marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2) | PACKED, "qwen3_5_moe_text", marks=pytest.mark.slow),
+        slow(4, layout(pp=2, tp=2), {}),
+        slow(2, layout(pp=2) | WITHOUT_LOSS, "glm4_moe_norms_groups"),
+        slow(2, layout(tp=2) | PACKED, "glm4_moe_lite"),
+        slow(2, layout(pp=2, vpp=2), "minimax_m2"),
+        slow(2, layout(ep=2) | WITHOUT_LOSS, "deepseek_v32"),
+        slow(2, layout(tp=2) | PACKED, "qwen3_5_moe_text"),
     ],
 )
 def test_replay_of_the_own_routes_changes_no_bit(

@@ -79,8 +79,7 @@ def test_auxiliary_loss_that_the_user_has_not_asked_for_is_warned_of(config_json
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [{"moe_aux_loss_coeff": 0.0}, {"moe_aux_loss_coeff": 0.001}, {"moe_router_load_balancing_type": "none"}],
+    "chosen", [{"moe_aux_loss_coeff": 0.0}, {"moe_aux_loss_coeff": 0.001}, {"moe_router_load_balancing_type": "none"}]
 )
 def test_auxiliary_loss_that_the_user_has_chosen_is_not_warned_of(chosen: dict[str, Any]) -> None:
     policy = policy_with(**chosen)

@@ -13,49 +13,37 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import (
-    MICROBATCHES,
-    layout,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_hf_config,
+from tests.support.quick_list import full, slow
+from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, tiny_batch, tiny_grpo_policy, tiny_hf_config
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import (
+    ADVANTAGES,
+    NUM_LAYERS,
+    policy_gradient_loss,
+    shard_for,
+    with_advantages,
 )
 
-NUM_LAYERS = 4
 COEFFICIENT = 0.05
-ADVANTAGES = (1.0, -0.5, 0.25, -1.5, 0.75, 0.5, -1.0, 0.5)
 NO_ADVANTAGES = (0.0,) * 8
 Gradients = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one update is made of.
-
-    Attributes:
-        policy: The configuration.
-        advantages: One for each of eight sequences.
-        folder: Weights; None for random ones.
-        num_microbatches: Of the whole batch, over all data-parallel ranks.
-        repeats: The batch is four times the same two sequences, side by side in every microbatch.
-        scales_auxiliary_losses: False leaves out what Megatron-Core does about the number of microbatches.
-    """
+    """What one update is made of."""
 
     policy: PolicyConfig
-    advantages: tuple[float, ...] = NO_ADVANTAGES
-    folder: str | None = None
-    num_microbatches: int = len(MICROBATCHES)
-    repeats: bool = False
-    scales_auxiliary_losses: bool = True
+    advantages: tuple[float, ...] = NO_ADVANTAGES  # one for each of eight sequences
+    folder: str | None = None  # weights; None for random ones
+    num_microbatches: int = len(MICROBATCHES)  # of the batch, over all data-parallel ranks
+    repeats: bool = False  # four times the same two sequences, side by side in every microbatch
+    scales_auxiliary_losses: bool = True  # as Megatron-Core does by the number of microbatches
 
 
 def policy_for(world_size: int = 1, coefficient: float = 0.0, **changes: Any) -> PolicyConfig:
@@ -63,19 +51,9 @@ def policy_for(world_size: int = 1, coefficient: float = 0.0, **changes: Any) ->
     return tiny_grpo_policy(world_size, **fields)
 
 
-def loss_function() -> PolicyGradientLoss:
-    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
-
-
 def rl_batch(advantages: tuple[float, ...], seed: int = 3, *, repeats: bool = False) -> TokenBatch:
     batch = tiny_batch(seed)
-    if repeats:
-        batch = batch.select([0, 1] * 4)
-    logprobs = torch.full(batch.input_ids.shape, -3.0)
-    return replace(
-        batch,
-        columns={"advantages": per_sequence(torch.tensor(advantages)), "generation_logprobs": per_token(logprobs)},
-    )
+    return with_advantages(batch.select([0, 1] * 4) if repeats else batch, advantages)
 
 
 def gradients(update: Update) -> Gradients:
@@ -89,10 +67,9 @@ def gradients(update: Update) -> Gradients:
         trainer = MegatronTrainer(update.policy, tiny_hf_config(), folder, num_steps=10)
         size = 8 // update.num_microbatches
         microbatches = [range(start, start + size) for start in range(0, 8, size)]
-        place = trainer.coordinates
         batch = rl_batch(update.advantages, repeats=update.repeats)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, microbatches)
-        trainer.train([shard], loss_function())
+        shard = shard_for(trainer, batch, microbatches)
+        trainer.train([shard], policy_gradient_loss())
         return {name: parameter.main_grad.numpy().copy() for name, parameter in named_parameters(trainer)}
 
 
@@ -164,10 +141,10 @@ def gradients_of_transformers(folder: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(1, {"sequence_packing__enabled": True}, marks=pytest.mark.full),
-        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.slow),
+        slow(1, {}),
+        full(1, {"sequence_packing__enabled": True}),
+        full(1, {"layer_spec": "local"}),
+        slow(2, {}),
         (2, layout(ep=2)),
     ],
 )
@@ -184,11 +161,7 @@ def test_without_an_auxiliary_loss_the_gradient_is_that_of_the_policy_loss(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "advantages",
-    [pytest.param(NO_ADVANTAGES, marks=pytest.mark.slow), ADVANTAGES[:2] * 4],
-    ids=["auxiliary loss alone", "both"],
-)
+@pytest.mark.parametrize("advantages", [slow(NO_ADVANTAGES), ADVANTAGES[:2] * 4], ids=["auxiliary loss alone", "both"])
 def test_the_number_of_microbatches_changes_nothing(advantages: tuple[float, ...]) -> None:
     whole = Update(policy_for(coefficient=COEFFICIENT), advantages, num_microbatches=1, repeats=True)
     expected = router_gradients(whole)
@@ -206,14 +179,12 @@ def test_the_scale_that_sees_to_it_is_needed() -> None:
 
 def three_steps(policy: PolicyConfig) -> tuple[dict[str, bool], list[dict[str, float]]]:
     """Return whether each weight is unchanged, to the last bit, and the MoE metrics of each step."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         (chunk,) = trainer.chunks
         before = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
         metrics = []
         for step in range(3):
-            place = trainer.coordinates
-            shard = shard_of_rank(rl_batch(ADVANTAGES, step), place.data_parallel_rank, place.data_parallel_size)
+            shard = shard_for(trainer, rl_batch(ADVANTAGES, step))
             metrics.append(trainer.train([shard], checked_loss).moe_metrics)
         return {name: torch.equal(before[name], after) for name, after in chunk.named_parameters()}, metrics
 
@@ -221,19 +192,15 @@ def three_steps(policy: PolicyConfig) -> tuple[dict[str, bool], list[dict[str, f
 def checked_loss(inputs: LossInputs) -> LossOutputs:
     """The policy loss, of inputs that have something to learn from."""
     assert inputs.columns["advantages"].values.any()
-    return loss_function()(inputs)
+    return policy_gradient_loss()(inputs)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
-        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
-    ],
+    [slow(1, {}), (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}), slow(2, layout(ep=2))],
 )
-@pytest.mark.parametrize("is_frozen", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_frozen", [True, full(False)])
 def test_frozen_routers_stay_to_the_last_bit_while_all_else_moves(
     is_frozen: bool, world_size: int, changes: dict[str, Any]
 ) -> None:

@@ -21,7 +21,9 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import save_model, token_ids
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.quick_list import full
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
+from tests.unit.models.megatron.tiny_trainers import PACKED, shard_for
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Of each kind of layers one, with untied and tied embeddings."""
@@ -47,20 +49,26 @@ def write_classifier(name: str, folder: Path, num_labels: int = 1) -> Any:
     return model.eval()
 
 
-def scores_of_folders(policy: PolicyConfig, folders: Sequence[str]) -> list[dict[int, float]]:
-    """Return the value behind the last token of each row, on ranks that report; every rank of a job calls it."""
+def scores_of_folders(policy: PolicyConfig, folders: Sequence[str], by_length: bool) -> list[dict[int, float]]:
+    """Return the score of each row, on ranks that report; every rank of a job calls it.
+
+    By length: of sequences of different lengths; else the value behind the last token of rows of the same length.
+    """
     found = []
     with parallel_job(policy):
         for folder in folders:
             hf_config = plain_config(load_hf_config(folder))
             model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
-            batch = tiny_batch(3, hf_config.vocab_size, shortest=COLUMNS, longest=COLUMNS)
-            batch = replace(batch, input_ids=batch.input_ids.clamp(min=1))  # transformers would look before padding
-            place = model.coordinates
-            shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
-            values = [row for rows in model.values(shard.microbatches) for row in rows]
-            first = place.data_parallel_rank * (8 // place.data_parallel_size)
-            found.append({first + row: float(each[COLUMNS - 1]) for row, each in enumerate(values)})
+            if by_length:
+                scores = model.scores(shard_for(model, tiny_batch(4, hf_config.vocab_size)).microbatches)
+                rows = [float(score) for of_rows in scores for (score,) in of_rows]
+            else:
+                batch = tiny_batch(3, hf_config.vocab_size, shortest=COLUMNS, longest=COLUMNS)
+                batch = replace(batch, input_ids=batch.input_ids.clamp(min=1))  # transformers would look before padding
+                values = model.values(shard_for(model, batch).microbatches)
+                rows = [float(each[COLUMNS - 1]) for of_rows in values for each in of_rows]
+            first = model.coordinates.data_parallel_rank * (8 // model.coordinates.data_parallel_size)
+            found.append({first + row: score for row, score in enumerate(rows)})
     return found
 
 
@@ -78,59 +86,22 @@ def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, {}),
-        pytest.param(1, {"sequence_packing__enabled": True}, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-    ],
+    ("world_size", "changes"), [(1, {}), full(1, PACKED), full(2, layout(tp=2)), full(2, layout(pp=2))]
 )
 def test_scores_are_those_of_transformers(
     world_size: int, changes: dict[str, Any], classifiers: dict[str, np.ndarray]
 ) -> None:
     folders = list(classifiers)
-    by_rank = run_ranks(scores_of_folders, world_size, tiny_policy(world_size, **changes), folders)
+    by_rank = run_ranks(scores_of_folders, world_size, tiny_policy(world_size, **changes), folders, False)
     for number, folder in enumerate(folders):
         rows = {row: score for rank in by_rank for row, score in rank[number].items()}
         found = [rows[row] for row in range(8)]
         np.testing.assert_allclose(found, classifiers[folder], rtol=2e-4, atol=2e-5, err_msg=folder)
 
 
-def scores_of_rows(policy: PolicyConfig, folders: Sequence[str]) -> list[dict[int, float]]:
-    """Return the score of each sequence, on ranks that report; every rank of a job calls it."""
-    found = []
-    with parallel_job(policy):
-        for folder in folders:
-            hf_config = plain_config(load_hf_config(folder))
-            model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
-            place = model.coordinates
-            shard = shard_of_rank(
-                tiny_batch(4, hf_config.vocab_size), place.data_parallel_rank, place.data_parallel_size
-            )
-            count = len(MICROBATCHES) // place.data_parallel_size
-            mine = MICROBATCHES[place.data_parallel_rank * count :][:count]
-            scores = model.scores(shard.microbatches)
-            found.append(
-                {
-                    row: float(score)
-                    for rows, of_rows in zip(mine, scores, strict=False)
-                    for row, (score,) in zip(rows, of_rows, strict=True)
-                }
-            )
-    return found
-
-
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [
-        (1, {}),
-        (1, {"sequence_packing__enabled": True}),
-        (2, layout(tp=2)),
-        pytest.param(2, {**layout(tp=2), "sequence_packing__enabled": True}, marks=pytest.mark.full),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.full),
-        pytest.param(2, {}, marks=pytest.mark.full),
-    ],
+    [(1, {}), (1, PACKED), (2, layout(tp=2)), full(2, layout(tp=2) | PACKED), full(2, layout(pp=2)), full(2, {})],
 )
 def test_scores_of_sequences_of_different_lengths(
     world_size: int, changes: dict[str, Any], classifiers: dict[str, np.ndarray]
@@ -138,7 +109,7 @@ def test_scores_of_sequences_of_different_lengths(
     from transformers import AutoModelForSequenceClassification
 
     folders = list(classifiers)
-    by_rank = run_ranks(scores_of_rows, world_size, tiny_policy(world_size, **changes), folders)
+    by_rank = run_ranks(scores_of_folders, world_size, tiny_policy(world_size, **changes), folders, True)
     for number, folder in enumerate(folders):
         rows = {row: score for rank in by_rank for row, score in rank[number].items()}
         reference = AutoModelForSequenceClassification.from_pretrained(

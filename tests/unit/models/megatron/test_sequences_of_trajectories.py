@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.distributed.batch import make_shard, with_empty_rows
 from nemo_rl_moe.distributed.microbatches import plan_microbatches
 from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import choose_batching, join_metrics
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
-from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.grpo_fakes import trajectory
 from tests.support.grpo_inputs import tokens_of, with_tokens
-from tests.support.tiny_model import parallel_job, tiny_grpo_policy, tiny_hf_config
+from tests.support.quick_list import full
+from tests.support.tiny_model import tiny_grpo_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import load_counts, policy_gradient_loss
 
 ADVANTAGES = torch.tensor([[1.0, -0.5], [0.25, -1.5]])
 # A balancing loss is one of a microbatch, and so depends on the cut.
@@ -50,9 +49,7 @@ class Step:
 
 
 def step_of(policy: GeneratingPolicyConfig, trajectories: Sequence[Trajectory]) -> Step:
-    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, prev_is_current=True)
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+    with tiny_trainer(policy) as trainer:
         place = trainer.coordinates
         batch = training_batch(trajectories, ADVANTAGES, 0, leave_out_truncated=False)
         plan = plan_microbatches(
@@ -63,14 +60,14 @@ def step_of(policy: GeneratingPolicyConfig, trajectories: Sequence[Trajectory]) 
             sample_sizes=batch.sample_sizes,
         )
         filled = with_empty_rows(batch, plan.num_fillers)
-        result = trainer.train([make_shard(filled, plan.global_batches[0][place.data_parallel_rank], batch)], loss)
-        load = EXPERT_LOAD.of(result.artifacts)
+        shard = make_shard(filled, plan.global_batches[0][place.data_parallel_rank], batch)
+        result = trainer.train([shard], policy_gradient_loss())
         return Step(
             loss=result.global_loss,
             grad_norm=result.grad_norm,
             num_microbatches=result.num_microbatches,
             series=result.microbatch_metrics,
-            experts=None if load is None else load.counts.numpy(),
+            experts=load_counts(result),
             weights={name: value.detach().numpy().copy() for name, value in trainer.chunks[0].named_parameters()},
         )
 
@@ -100,11 +97,7 @@ def five_sequences() -> list[Trajectory]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param({}, id="padded"),
-        pytest.param(PACKED, id="packed"),
-        pytest.param({"layer_spec": "local"}, id="local", marks=pytest.mark.full),
-    ],
+    [pytest.param({}, id="padded"), pytest.param(PACKED, id="packed"), full({"layer_spec": "local"}, id="local")],
 )
 def test_an_empty_row_changes_nothing(changes: dict[str, Any]) -> None:
     """Two ranks run three microbatches each, of which one is empty; one rank runs five."""

@@ -10,24 +10,23 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
-from tests.support.training_run import build_trainer
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
+from tests.support.training_run import build_trainer, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 PER_LAYER = {"moe_per_layer_logging": True}
 LAYERS = range(4)
 
 
 def gates_of_step(policy: PolicyConfig, model: str) -> dict[str, float]:
-    with parallel_job(policy):
-        trainer = build_trainer(policy, model)
-        place = trainer.coordinates
+    with tiny_trainer(policy, model) as trainer:
         # A gate of 0 for every token would be 1 / 2 whatever was counted.
         with torch.no_grad():
             for chunk in trainer.chunks:
                 for name, parameter in chunk.named_parameters():
                     if name.endswith("gate_weight"):
                         parameter.fill_(0.3)
-        shard = shard_of_rank(tiny_batch(11), place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, tiny_batch(11))
         metrics = trainer.train([shard], sft_loss).moe_metrics
         return {name: value for name, value in metrics.items() if name.startswith("shared_expert_gate")}
 

@@ -21,12 +21,11 @@ from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
-    parallel_job,
     shard_of_rank,
     tiny_grpo_policy,
     tiny_policy,
 )
-from tests.support.training_run import Difference, RankRun, build_trainer, difference, weights_of
+from tests.support.training_run import Difference, RankRun, difference, tiny_trainer, weights_of
 
 WITHOUT = ("qwen3_next", "qwen3_5")
 """Families with gated delta nets."""
@@ -78,8 +77,7 @@ class Measured:
 
 def train_groups(policy: PolicyConfig, shares: bool, model: dict[str, Any] | str) -> Measured:
     """Run on every rank: return the run of two steps, and the log-probabilities before it."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy, model)
+    with tiny_trainer(policy, model) as trainer:
         place = trainer.coordinates
         batches = [replace(grouped_batch(seed), shares_prefixes=shares) for seed in (1, 2)]
         shards = [shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, GROUPS) for batch in batches]
@@ -185,8 +183,7 @@ def captured_routes(batch: TokenBatch) -> torch.Tensor:
 
 def replay_groups(policy: PolicyConfig, shares: bool, corrected: bool) -> RankRun:
     """Train one step with replay, with the differing experts or without them."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         place, batch = trainer.coordinates, grouped_batch(1)
         routes = captured_routes(batch)
         if corrected:

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,21 +14,17 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, SpoiledLoss, build_trainer, shard_of_step
+from tests.support.quick_list import full, listed, slow
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import RunSettings, SpoiledLoss, shard_of_step, tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, ZERO_1
 
-ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-EXPERT_BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_bias_update_rate": 0.05,
-}
+BIAS = {**EXPERT_BIAS, "moe_router_bias_update_rate": 0.05}
 
 
 def run_with(settings: RunSettings, spoiled: list[Any]) -> list[tuple[Any, ...]]:
     """Trains a step with each loss function; None: the honest one. What each step reports, and the last weights."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         found: list[tuple[Any, ...]] = []
         for step, loss in enumerate(spoiled):
             before = _weights(trainer)
@@ -42,26 +39,19 @@ def _weights(trainer: MegatronTrainer) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for chunk in trainer.chunks for weight in chunk.parameters()])
 
 
-SETTINGS: dict[str, Mapping[str, Any]] = {"plain": {}, "zero": ZERO, "bfloat16": {"precision": "bfloat16"}}
-ON_EACH_CHANGE = {"plain-loss", "zero-gradient", "bfloat16-both"}
-
-
-def marks_of(case: str) -> list[pytest.MarkDecorator]:
-    if case not in ON_EACH_CHANGE:
-        return [pytest.mark.slow]
-    return [] if case == "zero-gradient" else [pytest.mark.full]
+SETTINGS: dict[str, Mapping[str, Any]] = {"plain": {}, "zero": ZERO_1, "bfloat16": {"precision": "bfloat16"}}
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        pytest.param(settings, kind, id=f"{name}-{kind}", marks=marks_of(f"{name}-{kind}"))
-        for name, settings in SETTINGS.items()
-        for kind in ("loss", "gradient", "both")
-    ],
+    ("name", "kind"),
+    listed(
+        product(SETTINGS, ("loss", "gradient", "both")),
+        quick=[("zero", "gradient")],
+        in_full=[("plain", "loss"), ("bfloat16", "both")],
+    ),
 )
-def test_a_spoiled_update_is_left_out(settings: Mapping[str, Any], kind: str) -> None:
-    found = run_ranks(run_with, 2, RunSettings(tiny_policy(2, **settings)), [None, SpoiledLoss(kind), None])
+def test_a_spoiled_update_is_left_out(name: str, kind: str) -> None:
+    found = run_ranks(run_with, 2, RunSettings(tiny_policy(2, **SETTINGS[name])), [None, SpoiledLoss(kind), None])
     assert str(found[0]) == str(found[1]), "all ranks decide alike; as text, since NaN equals nothing"
     first, second, third = found[0]
     assert [step[3] for step in found[0]] == [True, False, True]
@@ -83,7 +73,7 @@ def test_a_run_with_a_spoiled_update_goes_on_as_if_that_had_never_been() -> None
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bfloat16"}], ids=["float32", "bfloat16"])
 def test_a_spoiled_update_leaves_the_expert_bias_alone(settings: Mapping[str, Any]) -> None:
-    job = RunSettings(tiny_policy(1, **EXPERT_BIAS, **settings))
+    job = RunSettings(tiny_policy(1, **BIAS, **settings))
     (biases,) = run_ranks(expert_biases, 1, job, [SpoiledLoss("both"), None, SpoiledLoss("gradient"), None])
     first, second, third, fourth = biases
     assert set(first) == {0.0}
@@ -92,8 +82,7 @@ def test_a_spoiled_update_leaves_the_expert_bias_alone(settings: Mapping[str, An
 
 def expert_biases(settings: RunSettings, losses: list[Any]) -> list[list[float]]:
     """The routers' biases after a step with each loss function; None: the honest one."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         found = []
         for step, loss in enumerate(losses):
             trainer.train([shard_of_step(trainer, settings, step)], loss or sft_loss)
@@ -103,11 +92,7 @@ def expert_biases(settings: RunSettings, losses: list[Any]) -> list[list[float]]
         return found
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param({"ep": 2}, marks=pytest.mark.slow), {"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.full)],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [slow({"ep": 2}), {"pp": 2}, full({"tp": 2})], ids=str)
 def test_one_rank_s_nan_stops_the_update_on_all(sizes: Mapping[str, int]) -> None:
     settings = RunSettings(tiny_policy(2, **layout(**sizes)))
     found = run_ranks(run_with, 2, settings, [SpoiledLoss("gradient", only_width=16), None])
@@ -123,8 +108,7 @@ def test_several_updates_of_one_call() -> None:
 
 def updates_of_one_call(settings: RunSettings) -> tuple[int, int, int]:
     """Three global batches, the last of which is spoiled."""
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         shards = [shard_of_step(trainer, settings, step) for step in range(3)]
         calls = iter([None] * 8 + [SpoiledLoss("both")] * 4)
 

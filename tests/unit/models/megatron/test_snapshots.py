@@ -19,7 +19,7 @@ from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.model.host_memory import host_tensors
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step, tiny_trainer
 
 LIMIT_S = 200.0
 
@@ -74,8 +74,7 @@ def save_while_training(settings: RunSettings, folder: str, is_away: bool) -> tu
 
 
 def resume(settings: RunSettings, folder: str) -> list[float]:
-    with parallel_job(settings.policy):
-        trainer = build_trainer(settings.policy, settings.model)
+    with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
         return [train(trainer, settings, step) for step in (1, 2)]
 

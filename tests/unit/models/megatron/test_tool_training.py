@@ -16,6 +16,7 @@ from tests.support.chat_templates import make_byte_tokenizer, tokenize_example
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import trainer_of
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_policy
 from tests.support.tool_templates import FAMILIES, ToolFormat
 
@@ -103,15 +104,11 @@ def expected_step(model: nn.Module, family: ToolFormat, tokenizer: Any) -> Step:
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [
-        pytest.param(
-            name,
-            model,
-            marks=() if model == "qwen3_moe" else pytest.mark.full if model == "gpt_oss" else pytest.mark.slow,
-        )
-        for name, models in MODELS.items()
-        for model in models
-    ],
+    listed(
+        ((name, model) for name, models in MODELS.items() for model in models),
+        quick=[("Qwen3, Qwen3-MoE", "qwen3_moe")],
+        in_full=[("gpt-oss", "gpt_oss")],
+    ),
 )
 def test_a_step_learns_what_the_assistant_wrote_and_nothing_else(name: str, model: str, tmp_path: Path) -> None:
     ((found, expected),) = run_ranks(steps_of_family, 1, name, model, str(tmp_path))

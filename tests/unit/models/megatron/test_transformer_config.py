@@ -27,17 +27,18 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 def problems_of(hf_config: Any = None, world_size: int = 1, **changes: Any) -> list[str]:
-    policy = tiny_policy(world_size, **changes)
     with pytest.raises(ConfigurationError) as caught:
-        build_transformer_config(policy, hf_config or tiny_hf_config())
+        config_of(hf_config, world_size, **changes)
     return caught.value.problems
 
 
+def config_of(hf_config: Any = None, world_size: int = 1, **changes: Any) -> Any:
+    return build_transformer_config(tiny_policy(world_size, **changes), hf_config or tiny_hf_config())
+
+
 def test_model_fields() -> None:
-    hf_config = tiny_hf_config(
-        mlp_only_layers=[1], rms_norm_eps=1e-5, num_experts_per_tok=3, rope_parameters={"rope_theta": 7.0}
-    )
-    config = build_transformer_config(tiny_policy(1), hf_config)
+    changes = {"mlp_only_layers": [1], "rms_norm_eps": 1e-5, "num_experts_per_tok": 3}
+    config = config_of(tiny_hf_config(**changes, rope_parameters={"rope_theta": 7.0}))
     expected = {
         "num_layers": 4,
         "hidden_size": 32,
@@ -70,26 +71,23 @@ def test_model_fields() -> None:
     ],
 )
 def test_layers_with_experts(changes: dict[str, Any], pattern: list[int]) -> None:
-    assert build_transformer_config(tiny_policy(1), tiny_hf_config(**changes)).moe_layer_freq == pattern
+    assert config_of(tiny_hf_config(**changes)).moe_layer_freq == pattern
 
 
 def test_raw_router_weights_come_from_a_softmax_over_all_experts() -> None:
-    config = build_transformer_config(tiny_policy(1), tiny_hf_config(norm_topk_prob=False))
-    assert config.moe_router_pre_softmax is True
+    assert config_of(tiny_hf_config(norm_topk_prob=False)).moe_router_pre_softmax is True
 
 
 def test_user_fields_win() -> None:
-    policy = tiny_policy(
-        1, moe_router_topk=4, moe_aux_loss_coeff=0.3, moe_router_dtype="fp32", moe_router_pre_softmax=True
-    )
-    config = build_transformer_config(policy, tiny_hf_config())
-    assert (config.moe_router_topk, config.moe_aux_loss_coeff, config.moe_router_dtype) == (4, 0.3, "fp32")
-    assert config.moe_router_pre_softmax is True
+    fields = {"moe_router_topk": 4, "moe_aux_loss_coeff": 0.3, "moe_router_dtype": "fp32"}
+    fields["moe_router_pre_softmax"] = True
+    config = config_of(**fields)
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_z_loss_of_zero_is_off() -> None:
-    assert build_transformer_config(tiny_policy(1, moe_z_loss_coeff=0.0), tiny_hf_config()).moe_z_loss_coeff is None
-    assert build_transformer_config(tiny_policy(1, moe_z_loss_coeff=0.5), tiny_hf_config()).moe_z_loss_coeff == 0.5
+    assert config_of(moe_z_loss_coeff=0.0).moe_z_loss_coeff is None
+    assert config_of(moe_z_loss_coeff=0.5).moe_z_loss_coeff == 0.5
 
 
 def test_layers_that_cannot_be_cut_are_all_named_at_once() -> None:
@@ -119,9 +117,7 @@ def test_layers_that_cannot_be_cut_are_all_named_at_once() -> None:
 def test_layers_of_stages_are_those_that_megatron_builds(
     num_layers: int, sizes: dict[str, int], expected: list[int]
 ) -> None:
-    config = build_transformer_config(
-        tiny_policy(sizes["pp"], **layout(**sizes)), tiny_hf_config(num_hidden_layers=num_layers)
-    )
+    config = config_of(tiny_hf_config(num_hidden_layers=num_layers), sizes["pp"], **layout(**sizes))
     assert layers_of_stages(config) == expected
     pieces = sizes.get("vpp", 1)
     for stage in range(sizes["pp"]):
@@ -186,48 +182,46 @@ def test_the_stages_that_are_named_can_be_dealt_out(num_layers: int) -> None:
             if not advice:
                 continue
             first, last = (int(number) for number in re.findall(r"=(\d+)", advice))
-            fields = {"num_layers": num_layers, "pipeline_model_parallel_size": stages}
-            fields["virtual_pipeline_model_parallel_size"] = pieces
-            fields["num_layers_in_first_pipeline_stage"] = first
-            fields["num_layers_in_last_pipeline_stage"] = last
-            assert _problems_with_stages(fields) == []
+            fields = layout(pp=stages, vpp=pieces, first=first, last=last)
+            assert _problems_with_stages({"num_layers": num_layers, **fields}) == []
             assert last <= first <= max(first, -(-num_layers // stages))
 
 
-def test_grouped_kernels_need_transformer_engine() -> None:
-    (problem,) = problems_of(moe_grouped_gemm=True)
-    assert problem == "policy.megatron_cfg.moe_grouped_gemm: got true, which needs Transformer Engine; leave it out"
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"moe_grouped_gemm": True}, "moe_grouped_gemm: got true, which needs Transformer Engine; leave it out"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "moe_aux_loss_coeff: got 0.05, expected 0 with policy.megatron_cfg.moe_router_load_balancing_type sinkhorn,"
+            " which has no loss",
+        ),
+        (
+            {
+                "moe_expert_capacity_factor": 4.5,
+                "moe_pad_expert_input_to_capacity": True,
+                "moe_token_dispatcher_type": "alltoall",
+            },
+            "moe_expert_capacity_factor: got 4.5, expected at most 4 with"
+            " policy.megatron_cfg.moe_pad_expert_input_to_capacity true: an expert cannot be padded to more tokens than"
+            " there are",
+        ),
+        (
+            {"moe_latent_size": 16},
+            "moe_latent_size: got 16, expected null on CPUs: its projections are layers of Transformer Engine",
+        ),
+    ],
+    ids=["grouped kernels", "sinkhorn has no loss", "more padding than tokens", "latent experts"],
+)
+def test_a_field_that_cannot_be_had_is_named(changes: dict[str, Any], problem: str) -> None:
+    assert problems_of(**changes) == [f"policy.megatron_cfg.{problem}"]
 
 
 def test_one_expert_a_token_needs_a_weight_that_can_be_learnt() -> None:
     (problem,) = problems_of(moe_router_topk=1)
     assert problem.startswith("policy.megatron_cfg.moe_router_topk: got 1, ")
     assert problem.endswith("expected 2 or more, or policy.megatron_cfg.moe_router_pre_softmax=true")
-    policy = tiny_policy(moe_router_topk=1, moe_router_pre_softmax=True)
-    assert build_transformer_config(policy, tiny_hf_config()).moe_router_topk == 1
-
-
-def test_sinkhorn_has_no_loss() -> None:
-    assert problems_of(moe_router_load_balancing_type="sinkhorn") == [
-        "policy.megatron_cfg.moe_aux_loss_coeff: got 0.05, expected 0 with"
-        " policy.megatron_cfg.moe_router_load_balancing_type sinkhorn, which has no loss"
-    ]
-
-
-def test_an_expert_is_not_padded_to_more_tokens_than_there_are() -> None:
-    padded = {"moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"}
-    assert problems_of(moe_expert_capacity_factor=4.5, **padded) == [
-        "policy.megatron_cfg.moe_expert_capacity_factor: got 4.5, expected at most 4 with"
-        " policy.megatron_cfg.moe_pad_expert_input_to_capacity true: an expert cannot be padded to more tokens than"
-        " there are"
-    ]
-
-
-def test_latent_experts_need_transformer_engine() -> None:
-    assert problems_of(moe_latent_size=16) == [
-        "policy.megatron_cfg.moe_latent_size: got 16, expected null on CPUs: its projections are layers of Transformer"
-        " Engine"
-    ]
+    assert config_of(moe_router_topk=1, moe_router_pre_softmax=True).moe_router_topk == 1
 
 
 @pytest.mark.parametrize("name", ["batch_p2p_comm", "overlap_p2p_comm"])
@@ -240,8 +234,7 @@ def test_overrides_that_undo_a_correction_are_refused(name: str) -> None:
 
 def test_frozen_routers_keep_their_bias() -> None:
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    policy = tiny_policy(freeze_moe_router=True, moe_router_bias_update_rate=0.01, **bias)
-    assert build_transformer_config(policy, tiny_hf_config()).moe_router_bias_update_rate == 0.0
+    assert config_of(freeze_moe_router=True, moe_router_bias_update_rate=0.01, **bias).moe_router_bias_update_rate == 0
 
 
 def test_what_megatron_core_refuses_is_one_line_of_the_user() -> None:
@@ -261,21 +254,20 @@ def test_fields_of_other_versions_are_named() -> None:
     ("value", "granularity", "modules"), [("none", None, None), ("full", "full", None), ("moe", "selective", ["moe"])]
 )
 def test_activation_checkpointing(value: str, granularity: str | None, modules: list[str] | None) -> None:
-    config = build_transformer_config(tiny_policy(1, activation_checkpointing=value), tiny_hf_config())
+    config = config_of(activation_checkpointing=value)
     assert config.recompute_granularity == granularity
     if modules is not None:
         assert config.recompute_modules == modules
 
 
 def test_communication_that_goes_wrong_under_gloo_is_off() -> None:
-    config = build_transformer_config(tiny_policy(2, **layout(pp=2, vpp=2)), tiny_hf_config())
+    config = config_of(None, 2, **layout(pp=2, vpp=2))
     assert config.batch_p2p_comm is False
     assert config.overlap_p2p_comm is False
 
 
 def test_effective_configuration_says_what_is_in_force() -> None:
-    config = build_transformer_config(tiny_policy(1, moe_aux_loss_coeff=0.25), tiny_hf_config(mlp_only_layers=[2]))
-    effective = effective_moe_configuration(config)
+    effective = effective_moe_configuration(config_of(tiny_hf_config(mlp_only_layers=[2]), moe_aux_loss_coeff=0.25))
     assert effective["moe_aux_loss_coeff"] == 0.25
     assert effective["moe_layer_freq"] == [1, 1, 0, 1]
     assert effective["num_moe_experts"] == 8

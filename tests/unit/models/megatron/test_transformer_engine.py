@@ -16,6 +16,7 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_parity import LAYOUTS, ParityJobs
 from tests.support.family_reference import assert_same_experts, assert_same_tensors, logit_difference, write_reference
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import listed
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings
 
@@ -41,12 +42,10 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        pytest.param(name, where, marks=[pytest.mark.full] if (name, where) in QUICK else [pytest.mark.slow])
-        for where in WHERE
-        for name, model in FAMILY_MODELS.items()
-        if LAYOUTS[where].holds(model)
-    ],
+    listed(
+        ((name, where) for where in WHERE for name, model in FAMILY_MODELS.items() if LAYOUTS[where].holds(model)),
+        in_full=QUICK,
+    ),
 )
 def test_a_family_is_what_transformers_makes_of_it(name: str, where: str, jobs: ParityJobs) -> None:
     run, reference, export = jobs.run(name, where), jobs.reference(name), jobs.export(name, where)

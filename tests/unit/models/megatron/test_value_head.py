@@ -16,25 +16,23 @@ from nemo_rl_moe.algorithms.losses.value import ValueLoss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
-from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
+from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
+from tests.support.quick_list import full, slow
 from tests.support.tiny_model import (
     layout,
-    parallel_job,
     shard_of_rank,
     sharing_sequences,
     tiny_batch,
     tiny_hf_config,
     tiny_policy,
 )
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, OVERLAP, PACKED, ZERO_1, shard_for
 
 CRITIC = (Head.VALUE,)
 BOTH = (Head.LOGPROBS, Head.VALUE)
-PACKED = {"sequence_packing__enabled": True}
-CHUNKED = {"logprob_chunk_size": 7}
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
 NUM_STEPS = 3
 
 
@@ -60,37 +58,22 @@ def batch_with_returns() -> TokenBatch:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What one rank saw.
-
-    Attributes:
-        losses: Global loss of each step.
-        grad_norms: Norm of each step's gradient.
-        before: Values before the first step, by sequence; of ranks that report.
-        after: Values behind the last step.
-        evaluated: Mean of the values that an evaluation reports, this rank's share; None of ranks that report nothing.
-        value_head: Its weight; None of other stages.
-        trains_vocabulary: Whether the output layer's weight has moved; None of other stages.
-    """
+    """What one rank saw in all steps."""
 
     losses: list[float]
     grad_norms: list[float]
-    before: dict[int, np.ndarray]
-    after: dict[int, np.ndarray]
-    evaluated: float | None
-    value_head: np.ndarray | None
-    trains_vocabulary: bool | None
+    before: dict[int, np.ndarray]  # values before the first step, by sequence; of ranks that report
+    after: dict[int, np.ndarray]  # and after the last one
+    evaluated: float | None  # this rank's share of the mean of values; None of ranks that report nothing
+    value_head: np.ndarray | None  # its weight; None of other stages
+    trains_vocabulary: bool | None  # the output layer's weight has moved; None of other stages
 
 
 def values_of(trainer: MegatronModel, batch: TokenBatch) -> dict[int, np.ndarray]:
     place = trainer.coordinates
-    count = 4 // place.data_parallel_size
-    shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
-    rows = [row for number in range(count) for row in (2 * number, 2 * number + 1)]
-    rows = [row + 2 * count * place.data_parallel_rank for row in rows]
-    found = [row for values in trainer.values(shard.microbatches) for row in values]
-    if not found:
-        return {}
-    return {row: each[: int(batch.lengths[row])].numpy() for row, each in zip(rows, found, strict=True)}
+    found = [row for values in trainer.values(shard_for(trainer, batch).microbatches) for row in values]
+    first = place.data_parallel_rank * (8 // place.data_parallel_size)
+    return {row: each[: int(batch.lengths[row])].numpy() for row, each in enumerate(found, start=first)}
 
 
 def piece_of(trainer: MegatronModel, name: str) -> np.ndarray | None:
@@ -99,10 +82,9 @@ def piece_of(trainer: MegatronModel, name: str) -> np.ndarray | None:
 
 
 def fit(policy: PolicyConfig, heads: Collection[Head], save_to: str | None = None) -> Fitted:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10, heads=heads)
-        place, batch, loss = trainer.coordinates, batch_with_returns(), LOSSES[heads]
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+    with tiny_trainer(policy, heads=heads) as trainer:
+        batch, loss = batch_with_returns(), LOSSES[heads]
+        shard = shard_for(trainer, batch)
         before, vocabulary = values_of(trainer, batch), piece_of(trainer, "output_layer.weight")
         evaluated = trainer.evaluate(shard, loss)
         results = [trainer.train([shard], loss) for _ in range(NUM_STEPS)]
@@ -143,12 +125,10 @@ def test_values_are_the_product_with_the_head_and_they_fit(expected: tuple[Colle
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        pytest.param(1, PACKED, marks=pytest.mark.full),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+        full(1, PACKED),
+        *(full(2, changes) for changes in (layout(tp=2), layout(ep=2) | ZERO_1 | OVERLAP)),
+        *(slow(2, changes) for changes in (layout(tp=2) | PACKED | CHUNKED, layout(pp=2))),
         (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
-        pytest.param(2, layout(tp=2) | PACKED | CHUNKED, marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(ep=2) | ZERO_1 | OVERLAP, marks=pytest.mark.full),
     ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[Collection[Head], Fitted]) -> None:
@@ -177,11 +157,9 @@ def _agree(found: list[Fitted], wanted: Fitted) -> None:
 
 
 def go_on(policy: PolicyConfig, folder: str) -> float:
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10, heads=CRITIC)
+    with tiny_trainer(policy, heads=CRITIC) as trainer:
         trainer.load_checkpoint(Path(folder), with_optimizer=True)
-        place = trainer.coordinates
-        shard = shard_of_rank(batch_with_returns(), place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, batch_with_returns())
         return trainer.train([shard], LOSSES[CRITIC]).global_loss
 
 
@@ -194,8 +172,7 @@ def test_it_goes_on_from_a_checkpoint_in_its_own_layout_and_another(tmp_path: Pa
 
 def start_from(policy: PolicyConfig, folder: str) -> tuple[list[str], list[str], Any, list[str], Any]:
     """A critic's checkpoint is read by a model without its head, and a folder without one by a critic."""
-    with parallel_job(policy):
-        critic = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10, heads=CRITIC)
+    with tiny_trainer(policy, heads=CRITIC) as critic:
         shard = shard_of_rank(batch_with_returns())
         first = piece_of(critic, "value_head.weight")
         critic.train([shard], LOSSES[CRITIC])

@@ -5,6 +5,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_reference import assert_same_tensors, files_beside, tensors_in
 from tests.support.gloo_ranks import run_ranks
+from tests.support.quick_list import listed, slow
 from tests.support.tiny_model import (
     layout,
     logprobs_by_sequence,
@@ -43,8 +45,8 @@ from tests.support.vision_models import (
     transformers_inputs,
     write_vision_model,
 )
+from tests.unit.models.megatron.tiny_trainers import EXPERT_BIAS, PACKED, shard_for
 
-PACKED = {"sequence_packing__enabled": True}
 # The last microbatch has no image.
 MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
 # One before a checkpoint and two behind it: the last loss follows the optimizer's state, too.
@@ -80,7 +82,7 @@ def train(
         if export:
             trainer.save_weights(Path(export), files_beside(Path(folder)))
         batch, place = mixed_batch(model_type), trainer.coordinates
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, microbatches)
+        shard = shard_for(trainer, batch, microbatches)
         assert trainer.has_tower == (place.pipeline_rank == 0)
         # As a worker hands them on: pixels where there is a tower, and nowhere else.
         fetched = (each.fetched(list, with_shared=trainer.has_tower) for each in shard.microbatches)
@@ -126,16 +128,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]
     return made
 
 
-@pytest.fixture(
-    params=[
-        *(
-            pytest.param(model_type, marks=() if model_type == "qwen3_vl_moe" else pytest.mark.full)
-            for model_type in MODELS
-        ),
-        pytest.param("qwen3_vl", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", marks=pytest.mark.slow),
-    ]
-)
+@pytest.fixture(params=listed([*MODELS, "qwen3_vl", "qwen3_5"], quick=["qwen3_vl_moe"], in_full=MODELS))
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Any]) -> Any:
     """Return what `references` has of one model."""
     return references(request.param)
@@ -160,38 +153,31 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, layout(pp=2, vpp=2)),
     (2, PACKED | layout(ep=2)),
 ]
-# Each kind of layout once, with the model that it is hardest for: packing and tensor parallelism with positions in
-# three axes, stages with features behind the first layers, and ranks that have other images with experts.
-ON_EACH_CHANGE = {
-    "qwen2_5_vl": [PACKED | layout(tp=2)],
-    "qwen3_vl_moe": [layout(pp=2)],
-    "qwen3_5_moe": [PACKED | layout(tp=2)],
-    "internvl": [PACKED, {}],
+WITHOUT = {
+    "qwen2_5_vl": "expert_model_parallel_size",  # it has no experts
+    "qwen3_vl_moe": "virtual_pipeline_model_parallel_size",  # its tower adds to two layers
 }
 
 
-def marks_of_layout(model_type: str, changes: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    if changes not in ON_EACH_CHANGE[model_type]:
-        return [pytest.mark.slow]
-    return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
-
-
-def with_layouts(model_type: str) -> list[Any]:
-    """The layouts of a model; all but those of `ON_EACH_CHANGE` are slow, and of these one is in the quick list."""
-    without = {
-        "qwen2_5_vl": "expert_model_parallel_size",  # it has no experts
-        "qwen3_vl_moe": "virtual_pipeline_model_parallel_size",  # its tower adds to two layers
-    }.get(model_type)
-    return [
-        pytest.param(model_type, *case, marks=marks_of_layout(model_type, case[1]))
-        for case in LAYOUTS
-        if not case[1].get(without or "")
-    ]
-
-
+# Each kind of layout once, with the model that it is hardest for: packing and tensor parallelism with positions in
+# three axes, stages with features behind the first layers, and ranks that have other images with experts.
 @pytest.mark.parametrize(
     ("reference", "world_size", "changes"),
-    [case for model_type in MODELS for case in with_layouts(model_type)],
+    listed(
+        (
+            (model_type, *case)
+            for model_type in MODELS
+            for case in LAYOUTS
+            if not case[1].get(WITHOUT.get(model_type, ""))
+        ),
+        quick=[("qwen3_vl_moe", 2, layout(pp=2))],
+        in_full=[
+            ("qwen2_5_vl", 2, PACKED | layout(tp=2)),
+            ("qwen3_5_moe", 2, PACKED | layout(tp=2)),
+            ("internvl", 1, PACKED),
+            ("internvl", 2, {}),
+        ],
+    ),
     indirect=["reference"],
 )
 def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, changes: dict[str, Any]) -> None:
@@ -212,9 +198,7 @@ def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, chan
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("reference", "world_size", "packed"),
-    [("qwen2_5_vl", 1, False), ("internvl", 2, True)],
-    indirect=["reference"],
+    ("reference", "world_size", "packed"), [("qwen2_5_vl", 1, False), ("internvl", 2, True)], indirect=["reference"]
 )
 def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, packed: bool) -> None:
     """Each rank has as many microbatches, whose towers run no more than the limit; losses and weights stay."""
@@ -271,25 +255,18 @@ def load_and_go_on(folder: str, model_type: str, policy: PolicyConfig, directory
 
 
 def losses_of(trainer: MegatronTrainer, model_type: str, num_steps: int) -> list[float]:
-    place = trainer.coordinates
     batch = mixed_batch(model_type)
-    shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+    shard = shard_for(trainer, batch, MICROBATCHES)
     return [trainer.train([shard], sft_loss).global_loss for _ in range(num_steps)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "reference",
-    [*(pytest.param(model_type, marks=pytest.mark.slow) for model_type in ("qwen2_5_vl", "qwen3_vl_moe")), "internvl"],
-    indirect=True,
+    "reference", [*(slow(model_type) for model_type in ("qwen2_5_vl", "qwen3_vl_moe")), "internvl"], indirect=True
 )
 @pytest.mark.parametrize(
     ("first", "then", "is_exact"),
-    [
-        (layout(tp=2), layout(pp=2), False),
-        pytest.param(layout(pp=2), {}, False, marks=pytest.mark.slow),
-        pytest.param({}, {}, True, marks=pytest.mark.slow),
-    ],
+    [(layout(tp=2), layout(pp=2), False), slow(layout(pp=2), {}, False), slow({}, {}, True)],
 )
 def test_training_goes_on_from_a_checkpoint_of_another_layout(
     reference: Any, first: dict[str, Any], then: dict[str, Any], is_exact: bool, tmp_path: Path
@@ -408,24 +385,17 @@ def step_with_frozen_parts(folder: str, model_type: str, parts: tuple[str, ...])
 
 
 # The rate is Megatron-Core's own.
-EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 FROZEN = [("vision_tower",), ("vision_tower", "language_model"), ("projector",)]
 
 
-def marks_of_parts(model_type: str, parts: tuple[str, ...]) -> list[pytest.MarkDecorator]:
-    if model_type != "internvl" and parts != FROZEN[-1]:
-        return [pytest.mark.slow]
-    return [] if model_type == "qwen3_vl_moe" else [pytest.mark.full]
-
-
+# What is the projector differs by model; the rest is the same for all.
 @pytest.mark.parametrize(
     ("reference", "parts"),
-    [
-        # What is the projector differs by model; the rest is the same for all.
-        pytest.param(model_type, parts, marks=marks_of_parts(model_type, parts))
-        for model_type in MODELS
-        for parts in FROZEN
-    ],
+    listed(
+        product(MODELS, FROZEN),
+        quick=[("qwen3_vl_moe", FROZEN[-1])],
+        in_full=[*product(["internvl"], FROZEN), *product(MODELS, FROZEN[-1:])],
+    ),
     indirect=["reference"],
 )
 def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, parts: tuple[str, ...]) -> None:

@@ -63,26 +63,17 @@ def trained_by(rank: int) -> RankTrainResult:
 
 @dataclass
 class FakeWorkers:
-    """Two pipeline stages of each data-parallel rank; only the second stage reports.
+    """Two pipeline stages of each data-parallel rank; only the second stage reports."""
 
-    Attributes:
-        arguments: What every worker was made with.
-        gpu: Name of every worker's card.
-        problem: Error of the ranks that sends of weights and writes of models end with.
-        biases: What each worker says of its layers' expert biases.
-        calls: Method and the workers' arguments of each call.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # what every worker was made with
     data_parallel_size: int = 2
-    gpu: str | None = None
+    gpu: str | None = None  # name of every worker's card
 
     def __post_init__(self) -> None:
-        self.is_stopped = False
-        self.problem: Exception | None = None
+        self.problem: Exception | None = None  # of the ranks, by which sends of weights and writes of models end
         self.weight_version = 0
-        self.biases: list[dict[int, np.ndarray]] = []
-        self.calls: list[tuple[Callable[..., Any], Sequence[Any]]] = []
+        self.biases: list[dict[int, np.ndarray]] = []  # expert biases of each worker's layers
+        self.calls: list[tuple[Callable[..., Any], Sequence[Any]]] = []  # method and the workers' arguments
         self.places = [
             SimpleNamespace(
                 data_parallel_rank=rank,
@@ -98,20 +89,14 @@ class FakeWorkers:
     def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
         if method == MegatronModel.describe:
-            return [self._description(place) for place in self.places]
+            flops = ForwardFlops(per_token=10, per_pair={None: 4})
+            return [RankDescription(coordinates=place, forward_flops=flops, gpu=self.gpu) for place in self.places]
         if method == MegatronModel.save_weights:
             if self.problem is not None:
                 raise self.problem
             return [["router.bias"] for _ in self.places]
         assert method == MegatronTrainer.load_checkpoint
         return [self.weight_version for _ in self.places]
-
-    def _description(self, place: Any) -> RankDescription:
-        flops = ForwardFlops(per_token=10, per_pair={None: 4})
-        return RankDescription(coordinates=place, forward_flops=flops, gpu=self.gpu)
-
-    def shutdown(self) -> None:
-        self.is_stopped = True
 
     def start_each(
         self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]
@@ -156,29 +141,29 @@ class FakeWorkers:
         return found
 
 
-def make_policy(
-    monkeypatch: pytest.MonkeyPatch,
-    config: MasterConfig,
-    data_parallel_size: int = 2,
-    gpu: str | None = None,
-    model: str = "tiny_qwen3_moe",
-) -> tuple[MegatronPolicy, FakeWorkers]:
-    made: list[FakeWorkers] = []
+Make = Callable[..., tuple[MegatronPolicy, FakeWorkers]]
 
-    def start(_cluster: Any, make_worker: partial[Any], **_: Any) -> FakeWorkers:
-        made.append(FakeWorkers(make_worker.keywords, data_parallel_size, gpu))
-        return made[-1]
 
-    monkeypatch.setattr(model_workers, "WorkerGroup", start)
-    cluster: Any = SimpleNamespace(is_local=False, config=config.cluster)
-    return MegatronPolicy(
-        config,
-        cluster,
-        seed=1,
-        num_steps=2,
-        source=ModelSource(REPOSITORY_ROOT / "examples/assets" / model, None),
-        model_files=FILES,
-    ), made[0]
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return what makes a policy of a configuration, over fake workers."""
+
+    def made(
+        config: MasterConfig, data_parallel_size: int = 2, gpu: str | None = None, model: str = "tiny_qwen3_moe"
+    ) -> tuple[MegatronPolicy, FakeWorkers]:
+        found: list[FakeWorkers] = []
+
+        def start(_cluster: Any, make_worker: partial[Any], **_: Any) -> FakeWorkers:
+            found.append(FakeWorkers(make_worker.keywords, data_parallel_size, gpu))
+            return found[-1]
+
+        monkeypatch.setattr(model_workers, "WorkerGroup", start)
+        cluster: Any = SimpleNamespace(is_local=False, config=config.cluster)
+        source = ModelSource(REPOSITORY_ROOT / "examples/assets" / model, None)
+        policy = MegatronPolicy(config, cluster, seed=1, num_steps=2, source=source, model_files=FILES)
+        return policy, found[0]
+
+    return made
 
 
 FILES = {"config.json": b"{}"}
@@ -202,9 +187,9 @@ def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
     assert choose_batching(policy, policy.logprob_batch_size) == expected
 
 
-def test_the_expert_biases_of_all_stages_are_in_the_order_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expert_biases_of_all_stages_are_in_the_order_of_the_layers(make: Make) -> None:
     """With virtual stages a rank holds layers between those of the next. Only one copy of each is asked for."""
-    policy, workers = make_policy(monkeypatch, small_config())
+    policy, workers = make(small_config())
     first, second = ({layer: np.full((2, 3), layer + 0.5) for layer in held} for held in ((2, 5), (3, 1)))
     workers.biases = [first, {}, second, {}]
     found = policy.expert_biases()
@@ -215,11 +200,10 @@ def test_the_expert_biases_of_all_stages_are_in_the_order_of_the_layers(monkeypa
 
 
 @pytest.mark.parametrize("limit", ["null", "64"])
-def test_images_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_limited_and_lie_in_the_store_once(limit: str, make: Make) -> None:
     """Six sequences with one of two images of 64 patches each: both ranks have as many microbatches."""
     budget = f"{{enabled: true, train_mb_tokens: 512, train_mb_patches: {limit}}}"
-    config = small_config(f"policy.sequence_packing={budget}")
-    policy, workers = make_policy(monkeypatch, config, model="tiny_internvl_moe")
+    policy, workers = make(small_config(f"policy.sequence_packing={budget}"), model="tiny_internvl_moe")
     put: list[np.ndarray] = []
 
     def put_down(array: np.ndarray) -> int:
@@ -247,19 +231,15 @@ def test_images_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("precision", "gpu", "peak"),
-    [
-        ("bfloat16", "NVIDIA H200", 4 * 989e12),
-        ("bfloat16", "NVIDIA H200 NVL", None),
-        ("float32", "NVIDIA H200", None),
-    ],
+    [("bfloat16", "NVIDIA H200", 4 * 989e12), ("bfloat16", "NVIDIA H200 NVL", None), ("float32", "NVIDIA H200", None)],
 )
-def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, peak: float | None) -> None:
+def test_use_of_gpus(make: Make, precision: str, gpu: str, peak: float | None) -> None:
     """Two stages of two data-parallel ranks, and three engines of two GPUs; lengths count, padding does not."""
     config = small_config(f"policy.precision={precision}")
     place = RolePlacementConfig(num_nodes=3, gpus_per_node=2)
     cluster = config.cluster.model_copy(update={"num_nodes": 1, "gpus_per_node": 4, "roles": {"generation": place}})
     config = config.model_copy(update={"cluster": cluster})
-    policy, _ = make_policy(monkeypatch, config, gpu=gpu)
+    policy, _ = make(config, gpu=gpu)
     size = config.policy.train_global_batch_size
     batch = tiny_batch(3).select([row % 2 for row in range(size)])
     lengths = batch.lengths.tolist()
@@ -271,10 +251,9 @@ def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, 
     assert use.memory["max_memory_reserved_gb"].reduce() == 10.0, "the fullest rank, though it reports no loss"
 
 
-def test_a_trajectory_of_several_sequences_stays_in_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trajectory_of_several_sequences_stays_in_one_update(make: Make) -> None:
     """Updates of two trajectories, of which two ranks have equally many rows; empty ones are no tokens."""
-    config = small_config("policy.train_global_batch_size=2", "policy.train_micro_batch_size=1")
-    policy, workers = make_policy(monkeypatch, config)
+    policy, workers = make(small_config("policy.train_global_batch_size=2", "policy.train_micro_batch_size=1"))
     batch = replace(tiny_batch(3).select([row % 2 for row in range(9)]), sample_sizes=(3, 1, 1, 1, 2, 1))
     result = policy.train(batch, sft_loss)
     _, ((first, *_), (second, *_), *_) = workers.calls[-1]
@@ -283,9 +262,9 @@ def test_a_trajectory_of_several_sequences_stays_in_one_update(monkeypatch: pyte
     assert result.num_tokens == int(batch.lengths.sum())
 
 
-def test_the_vision_tower_counts_once_for_each_image_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vision_tower_counts_once_for_each_image_of_a_microbatch(make: Make) -> None:
     config = small_config("policy.train_micro_batch_size=3")
-    policy, _ = make_policy(monkeypatch, config, gpu="NVIDIA H200", model="tiny_internvl_moe")
+    policy, _ = make(config, gpu="NVIDIA H200", model="tiny_internvl_moe")
     policy._images = ArrayStore(lambda array: array)
     a, b = (random_image(4, 4, seed) for seed in (0, 1))
     # Each of two ranks has one microbatch: two images, and one.
@@ -299,14 +278,14 @@ def test_the_vision_tower_counts_once_for_each_image_of_a_microbatch(monkeypatch
     assert use.train_flops - text.train_flops == 3 * one > 0
 
 
-def test_a_policy_on_cpus_uses_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_on_cpus_uses_no_gpus(make: Make) -> None:
     config = small_config("policy.precision=float32")
-    policy, _ = make_policy(monkeypatch, config)
+    policy, _ = make(config)
     assert policy.train(tiny_batch(3).select([0] * config.policy.train_global_batch_size), sft_loss).gpu_use is None
 
 
-def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, workers = make_policy(monkeypatch, small_config("policy.generation.max_batch_size=7"))
+def test_responses_come_back_in_the_order_of_the_prompts(make: Make) -> None:
+    policy, workers = make(small_config("policy.generation.max_batch_size=7"))
     sampling = SamplingParameters(max_new_tokens=3)
     prompts, seeds = tuple((index,) * (index + 1) for index in range(5)), tuple(range(50, 55))
     found = policy.generate(GenerationBatch(prompts, seeds, sampling))
@@ -321,8 +300,8 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
     assert all((request.sampling, size) == (sampling, 7) for request, size in arguments)
 
 
-def test_more_ranks_than_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, _ = make_policy(monkeypatch, small_config("policy.train_micro_batch_size=1"), data_parallel_size=3)
+def test_more_ranks_than_prompts(make: Make) -> None:
+    policy, _ = make(small_config("policy.train_micro_batch_size=1"), data_parallel_size=3)
     (response,) = policy.generate(GenerationBatch(((4,),), (9,), SamplingParameters(max_new_tokens=3)))
     assert response.token_ids.tolist() == [4, 9]
 
@@ -338,11 +317,8 @@ def test_more_ranks_than_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("num_sequences", [8, 7, 1])
 @pytest.mark.parametrize("data_parallel_size", some_of([1, 2, 3], 1))
-def test_logprobs_stand_at_their_places(
-    override: str, num_sequences: int, data_parallel_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small_config(override, "policy.train_micro_batch_size=1")
-    policy, _ = make_policy(monkeypatch, config, data_parallel_size)
+def test_logprobs_stand_at_their_places(override: str, num_sequences: int, data_parallel_size: int, make: Make) -> None:
+    policy, _ = make(small_config(override, "policy.train_micro_batch_size=1"), data_parallel_size)
     batch = tiny_batch(4)
     batch = replace(
         batch.select(range(num_sequences)), columns={"advantages": per_sequence(torch.zeros(num_sequences))}
@@ -354,10 +330,8 @@ def test_logprobs_stand_at_their_places(
 
 
 @pytest.mark.parametrize(("num_sequences", "rows"), [(3, 2), (4, 2), (5, 3), (1, 1), (8, 4)])
-def test_few_sequences_are_not_filled_up_to_a_microbatch(
-    num_sequences: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, workers = make_policy(monkeypatch, small_config("policy.logprob_batch_size=64"), 2)
+def test_few_sequences_are_not_filled_up_to_a_microbatch(num_sequences: int, rows: int, make: Make) -> None:
+    policy, workers = make(small_config("policy.logprob_batch_size=64"), 2)
     policy.logprobs(tiny_batch(4).select(range(num_sequences)))
     _, arguments = workers.calls[-1]
     sizes = {len(microbatch) for microbatches, *_ in arguments for microbatch in microbatches}
@@ -375,12 +349,12 @@ def test_few_sequences_are_not_filled_up_to_a_microbatch(
     ids=["no experts elsewhere", "expert-parallel", "experts cut over two copies", "experts within a copy"],
 )
 def test_one_copy_of_the_model_scores_a_few_sequences_where_it_has_all_experts(
-    layout: dict[str, int], called: set[int], monkeypatch: pytest.MonkeyPatch
+    layout: dict[str, int], called: set[int], make: Make
 ) -> None:
     config = small_config("policy.logprob_batch_size=64")
     megatron = config.policy.megatron_cfg.model_copy(update=layout)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
-    policy, workers = make_policy(monkeypatch, config, 2)
+    policy, workers = make(config, 2)
     batch = tiny_batch(4)
     assert torch.equal(policy.start_logprobs(batch, by_one_copy=True)(), policy.logprobs(batch))
     method, arguments = workers.calls[-2]
@@ -390,8 +364,8 @@ def test_one_copy_of_the_model_scores_a_few_sequences_where_it_has_all_experts(
     } == called
 
 
-def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+def test_all_ranks_send_their_weights(make: Make, tmp_path: Path) -> None:
+    policy, workers = make(small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
     with policy.weight_transport() as transport:
         spec = transport.open(num_receivers=2, version=3)
         assert spec.num_senders == 4
@@ -410,12 +384,9 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_frozen_weights_are_sent_once_to_an_engine_that_holds_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_frozen_weights_are_sent_once_to_an_engine_that_holds_them(make: Make, tmp_path: Path) -> None:
     lora = "{rank: 2, alpha: 4, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
-    config = small_config(f"checkpointing.checkpoint_dir={tmp_path}", f"policy.lora={lora}")
-    policy, workers = make_policy(monkeypatch, config)
+    policy, workers = make(small_config(f"checkpointing.checkpoint_dir={tmp_path}", f"policy.lora={lora}"))
 
     def skips(*, holds: bool = True, problem: Exception | None = None, **how: bool) -> bool:
         workers.problem = problem
@@ -429,19 +400,18 @@ def test_frozen_weights_are_sent_once_to_an_engine_that_holds_them(
     assert [skips(whole=True), skips()] == [False, True]
     assert [skips(altered=True), skips(), skips()] == [False, False, True]
     assert [skips(problem=WeightSyncError("receiver 0 is full")), skips(), skips()] == [True, False, True]
-    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+    policy, workers = make(small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
     assert [skips(), skips()] == [False, False], "without adapters nothing is frozen"
 
 
-def test_a_transfer_after_a_failed_one_has_connections_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = small_config(
-        f"checkpointing.checkpoint_dir={tmp_path}",
-        "policy.generation.backend=vllm",
-        "policy.generation.weight_transport=gloo",
+def test_a_transfer_after_a_failed_one_has_connections_of_its_own(make: Make, tmp_path: Path) -> None:
+    policy, workers = make(
+        small_config(
+            f"checkpointing.checkpoint_dir={tmp_path}",
+            "policy.generation.backend=vllm",
+            "policy.generation.weight_transport=gloo",
+        )
     )
-    policy, workers = make_policy(monkeypatch, config)
 
     def group(problem: Exception | None) -> str:
         workers.problem = problem
@@ -455,10 +425,8 @@ def test_a_transfer_after_a_failed_one_has_connections_of_its_own(
     assert group(None) == group(WeightSyncError("receiver 0 is full")) != group(None)
 
 
-def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(make: Make, tmp_path: Path) -> None:
+    policy, workers = make(small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
     batch = tiny_batch(4)
     asked: list[Callable[[], torch.Tensor]] = []
     with policy.weight_transport(then=lambda: asked.append(policy.start_logprobs(batch))) as transport:
@@ -468,21 +436,18 @@ def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
             transport.send()
     # Ranks run forward passes together: those that could send must not wait for one that could not.
-    assert [method for method, _ in workers.calls[-2:]] == [
-        MegatronModel.send_weights,
-        MegatronModel.logprobs,
-    ]
+    assert [method for method, _ in workers.calls[-2:]] == [MegatronModel.send_weights, MegatronModel.logprobs]
     assert torch.equal(asked[0](), policy.logprobs(batch))
 
 
-def test_weights_need_a_folder_that_all_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, _ = make_policy(monkeypatch, small_config("checkpointing.checkpoint_dir=null"))
+def test_weights_need_a_folder_that_all_machines_reach(make: Make) -> None:
+    policy, _ = make(small_config("checkpointing.checkpoint_dir=null"))
     with pytest.raises(ConfigurationError, match=r"checkpointing\.checkpoint_dir: got null"):
         policy.weight_transport()
 
 
-def test_the_weight_version_is_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    policy, workers = make_policy(monkeypatch, small_config())
+def test_the_weight_version_is_the_workers(make: Make, tmp_path: Path) -> None:
+    policy, workers = make(small_config())
     assert policy.weight_version == 0
     workers.weight_version = 12
     policy.load_checkpoint(tmp_path, with_optimizer=True)
@@ -490,21 +455,19 @@ def test_the_weight_version_is_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(("stop_strings", "needed"), [("null", False), ("[]", False), ("['end']", True)])
-def test_workers_need_a_tokenizer_for_stop_strings_alone(
-    stop_strings: str, needed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, workers = make_policy(monkeypatch, small_config(f"policy.generation.stop_strings={stop_strings}"))
+def test_workers_need_a_tokenizer_for_stop_strings_alone(stop_strings: str, needed: bool, make: Make) -> None:
+    _, workers = make(small_config(f"policy.generation.stop_strings={stop_strings}"))
     assert workers.arguments["decodes_text"] is needed
     assert workers.arguments["keep_reference"] is False
 
 
-def test_a_policy_of_sft_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, workers = make_policy(monkeypatch, load_config("sft_tiny_moe.yaml", check_paths=False))
+def test_a_policy_of_sft_generates_nothing(make: Make) -> None:
+    _, workers = make(load_config("sft_tiny_moe.yaml", check_paths=False))
     assert workers.arguments["decodes_text"] is False
 
 
-def test_saved_weights_say_what_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    policy, workers = make_policy(monkeypatch, small_config())
+def test_saved_weights_say_what_is_left_out(make: Make, tmp_path: Path) -> None:
+    policy, workers = make(small_config())
     assert policy.save_weights(tmp_path / "final") == ["router.bias"]
     assert workers.calls[-1] == (MegatronModel.save_weights, (tmp_path / "final", FILES))
     workers.problem = CheckpointError("the disk is full")

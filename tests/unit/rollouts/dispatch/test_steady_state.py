@@ -12,6 +12,7 @@ from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
 from nemo_rl_moe.rollouts.dispatch.staleness import POLICIES, QueueView, StalenessPolicy
 from tests.support.clocks_and_disks import run_virtually
+from tests.support.quick_list import full
 from tests.support.scripted_rollouts import ScriptedRun, Ticket, red_on
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of, started
 
@@ -55,9 +56,7 @@ async def distance_at_steady_state(**options: Any) -> float:
     return standard_errors(consumed, generated, 0)
 
 
-@pytest.mark.parametrize(
-    "options", [{"target_lag": 1}, pytest.param({}, marks=pytest.mark.full), {"partial": "restart"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"target_lag": 1}, full({}), {"partial": "restart"}], ids=str)
 @pytest.mark.parametrize("policy", ["in_order", "windowed", "ready_first"])
 def test_a23_what_is_trained_on_is_as_long_as_what_is_generated(policy: str, options: dict[str, Any]) -> None:
     """With a target below the bound, short groups overtake long ones."""

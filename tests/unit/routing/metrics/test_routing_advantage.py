@@ -19,6 +19,7 @@ from nemo_rl_moe.routing.metrics.routing_advantage import (
     permutation_moments,
     sums_of_groups,
 )
+from tests.support.quick_list import full
 
 GENERATOR = torch.Generator().manual_seed(4)
 COUNTS = torch.randint(0, 9, (7, 3, 4), generator=GENERATOR).double()
@@ -49,9 +50,7 @@ def test_mean_and_variance_are_those_of_all_permutations(groups: torch.Tensor) -
     torch.testing.assert_close(variance, sums.var(0, unbiased=False))
 
 
-@pytest.mark.parametrize(
-    "groups", [pytest.param(ONE_GROUP, marks=pytest.mark.full), GROUPS], ids=["one group", "three groups"]
-)
+@pytest.mark.parametrize("groups", [full(ONE_GROUP), GROUPS], ids=["one group", "three groups"])
 def test_by_chance_the_excess_is_zero(groups: torch.Tensor) -> None:
     every = [
         advantage_metrics(advantage_scores(COUNTS, permuted, groups)[0], (0, 1, 2), per_layer=True)
@@ -105,9 +104,7 @@ def test_an_advantage_that_goes_with_length_is_no_preference() -> None:
         assert advantage_scores(counts, lengths, groups)[1].isnan().all()
 
 
-@pytest.mark.parametrize(
-    "groups", [pytest.param(ONE_GROUP, marks=pytest.mark.full), GROUPS], ids=["one group", "three groups"]
-)
+@pytest.mark.parametrize("groups", [full(ONE_GROUP), GROUPS], ids=["one group", "three groups"])
 def test_shares_are_compared_with_those_of_the_group(groups: torch.Tensor) -> None:
     counts = COUNTS[:, 1]
     beyond = beyond_length(counts, sums_of_groups(counts, groups.unique(return_inverse=True)[1]))

@@ -22,9 +22,8 @@ from tests.support.lora_models import (
 from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
+from tests.unit.models.megatron.tiny_trainers import OVERLAP, ZERO_1
 
-ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
 MLA = "deepseek_v3"
 SHARED_EXPERT = "qwen2_moe"
 

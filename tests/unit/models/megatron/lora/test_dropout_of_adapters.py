@@ -11,18 +11,18 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.lora import adapter as adapter_module
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
-from tests.support.training_run import build_trainer
+from tests.support.tiny_model import layout, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import shard_for
 
 
 def masks(policy: Any, without_sequence_parallelism: bool) -> list[bytes]:
     """What each dropout of a step leaves, on ranks whose sequences have the same lengths."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         if without_sequence_parallelism:
             return [dropped(policy, trainer, cut) for cut in (adapter_module.OUTPUTS, adapter_module.INPUTS)]
         found: list[bytes] = []
-        place, plain = trainer.coordinates, adapter_module.F.dropout
+        plain = adapter_module.F.dropout
 
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
             kept = plain(torch.ones_like(input), p, training)
@@ -33,7 +33,7 @@ def masks(policy: Any, without_sequence_parallelism: bool) -> list[bytes]:
         adapter_module.F.dropout = dropout
         try:
             batch = tiny_batch(0, shortest=17, longest=17)
-            trainer.train([shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)], sft_loss)
+            trainer.train([shard_for(trainer, batch)], sft_loss)
         finally:
             adapter_module.F.dropout = plain
         return found

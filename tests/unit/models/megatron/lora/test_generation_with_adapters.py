@@ -11,8 +11,8 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora, set_random
 from tests.support.quick_list import some_of
-from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import Response, RunSettings, build_trainer, generator_of, request_of, shard_of_step
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import Response, RunSettings, generator_of, request_of, shard_of_step, tiny_trainer
 
 ALL = tuple(range(6))
 TOLERANCE = 1e-5
@@ -20,8 +20,7 @@ TOLERANCE = 1e-5
 
 def generate_and_train(policy: Any) -> tuple[dict[int, Response], float]:
     """The responses of this rank, and the loss of a step afterwards."""
-    with parallel_job(policy):
-        trainer = build_trainer(policy)
+    with tiny_trainer(policy) as trainer:
         set_random(trainer.chunks)
         sequences = generator_of(trainer).generate(request_of(ALL), weight_version=1)
         responses = [Response(each.token_ids.tolist(), each.logprobs, each.is_truncated) for each in sequences]

@@ -4,7 +4,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
@@ -136,6 +137,12 @@ def test_every_layout_writes_and_reads_the_same(tmp_path: Path) -> None:
     assert np.abs(read - ours).max() < TOLERANCE
 
 
+def _section(path: Path, experts: str = "none") -> LoraConfig:
+    section = tiny_policy(1, **lora(experts, path=str(path))).lora
+    assert section is not None
+    return section
+
+
 def _folder(tmp_path: Path, **changes: Any) -> Path:
     content = {"peft_type": "LORA", "r": 4, "lora_alpha": 5.0, "bias": "none", **changes}
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
@@ -158,10 +165,8 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
     ids=str,
 )
 def test_other_adapters_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    section = tiny_policy(1, **lora("none", path=str(_folder(tmp_path, **changes)))).lora
-    assert section is not None
     try:
-        lines = adapter_problems(section, None)
+        lines = adapter_problems(_section(_folder(tmp_path, **changes)), None)
     except ConfigurationError as error:
         lines = error.problems
     assert any(said in line for line in lines), lines
@@ -181,9 +186,7 @@ def _problems_of(folder: Path, shapes: Mapping[str, tuple[int, int]] = {}, exper
     _folder(adapter)
     save_file(factors, adapter / "adapter_model.safetensors")
     save_file({f"{Q_PROJ}.weight": np.zeros(found["layer"], np.float32)}, base / "model.safetensors")
-    section = tiny_policy(1, **lora(experts, path=str(adapter))).lora
-    assert section is not None
-    return [line.replace(f"{folder}/", "") for line in adapter_problems(section, base)]
+    return [line.replace(f"{folder}/", "") for line in adapter_problems(_section(adapter, experts), base)]
 
 
 FILE = "policy.lora.path: adapter: {} factors in adapter_model.safetensors"
@@ -220,26 +223,25 @@ def test_factors_are_compared_with_rank_and_base_before_workers_start(
     assert _problems_of(tmp_path, shapes) == said
 
 
-def test_an_adapter_of_more_layers_is_of_another_base(tmp_path: Path) -> None:
-    _problems_of(tmp_path)
-    save_file({"lm_head.weight": np.zeros((6, 5), np.float32)}, tmp_path / "base" / "model.safetensors")
-    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
-    assert section is not None
-    (line,) = adapter_problems(section, tmp_path / "base")
-    assert line.endswith(f"{OF_PEFT}{Q_PROJ}.lora_A.weight has no layer")
+OTHER_LAYERS = (Q_PROJ, Q_PROJ.replace("1", "0"), Q_PROJ.replace("q_proj", "k_proj"))
 
 
-def test_an_adapter_of_fewer_layers_is_of_another_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (("lm_head",), f"{OF_PEFT}{Q_PROJ}.lora_A.weight has no layer"),
+        (OTHER_LAYERS, f"1 layers of {{}} have no factors in adapter_model.safetensors: {OTHER_LAYERS[1]}"),
+    ],
+    ids=["more layers", "fewer layers"],
+)
+def test_an_adapter_of_more_or_fewer_layers_is_of_another_base(
+    layers: Sequence[str], said: str, tmp_path: Path
+) -> None:
     _problems_of(tmp_path)
-    names = (Q_PROJ, Q_PROJ.replace("1", "0"), Q_PROJ.replace("q_proj", "k_proj"))
-    layers = {f"{name}.weight": np.zeros((6, 5), np.float32) for name in names}
-    save_file(layers, tmp_path / "base" / "model.safetensors")
-    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
-    assert section is not None
-    (line,) = adapter_problems(section, tmp_path / "base")
-    assert line.endswith(
-        "1 layers of {} have no factors in adapter_model.safetensors: {}".format(tmp_path / "base", names[1])
-    )
+    base = tmp_path / "base"
+    save_file({f"{name}.weight": np.zeros((6, 5), np.float32) for name in layers}, base / "model.safetensors")
+    (line,) = adapter_problems(_section(tmp_path / "adapter"), base)
+    assert line.endswith(said.format(base))
 
 
 def test_an_adapter_without_experts_is_refused_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -252,16 +254,12 @@ def test_a_truncated_file_is_reported_before_workers_start(tmp_path: Path) -> No
     _problems_of(tmp_path)
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
-    assert section is not None
     with pytest.raises(ConfigurationError, match=r"adapter: adapter_model.safetensors cannot be read: "):
-        adapter_problems(section, tmp_path / "base")
+        adapter_problems(_section(tmp_path / "adapter"), tmp_path / "base")
 
 
 def test_a_checkpoint_with_other_targets_is_refused_before_workers_start(tmp_path: Path) -> None:
-    section = tiny_policy(1, **lora("none", path=str(tmp_path))).lora
-    assert section is not None
-    section = section.model_copy(update={"targets": ["q_proj", "v_proj"]})
+    section = _section(tmp_path).model_copy(update={"targets": ["q_proj", "v_proj"]})
     (tmp_path / MEGATRON_WEIGHTS_FOLDER).mkdir()
 
     def problems(*targets: str) -> list[str]:
@@ -276,10 +274,8 @@ def test_a_checkpoint_with_other_targets_is_refused_before_workers_start(tmp_pat
 
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
-    section = tiny_policy(1, **lora("none", path=str(tmp_path))).lora
-    assert section is not None
     with pytest.raises(ConfigurationError, match=r"holds no adapter: there is no adapter_config.json; expected "):
-        adapter_problems(section, None)
+        adapter_problems(_section(tmp_path), None)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +327,5 @@ def test_factors_that_cannot_be_used_are_named(factors: dict[str, Any], said: st
     _folder(tmp_path)
     named = {f"{OF_PEFT}{Q_PROJ}.{name}.weight": value for name, value in factors.items()}
     save_file(named, tmp_path / "adapter_model.safetensors")
-    section = tiny_policy(1, **lora("none", path=str(tmp_path))).lora
-    assert section is not None
-    (line,) = adapter_problems(section, None)
+    (line,) = adapter_problems(_section(tmp_path), None)
     assert said in line

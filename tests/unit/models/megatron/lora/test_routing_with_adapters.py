@@ -6,25 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.distributed.batch import Destination, per_token
-from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
-from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora, set_random
 from tests.support.quick_list import some_of
-from tests.support.tiny_model import (
-    layout,
-    parallel_job,
-    shard_of_rank,
-    tiny_batch,
-    tiny_grpo_policy,
-    tiny_hf_config,
-    tiny_policy,
-)
+from tests.support.tiny_model import layout, shard_of_rank, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
+from tests.unit.models.megatron.tiny_trainers import load_counts, replay_policy, shard_for, with_random_routes
 
 MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microbatches": None}
 METRICS = {"moe_z_loss_coeff": 0.01, "layer_spec": "auto", "activation_checkpointing": "none", **MEASURED}
@@ -32,13 +21,10 @@ METRICS = {"moe_z_loss_coeff": 0.01, "layer_spec": "auto", "activation_checkpoin
 
 def metrics_of_a_step(policy: Any) -> dict[str, float]:
     """Run on every rank: the MoE metrics of one step on full rows; with adapters that show, where any are."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=2)
+    with tiny_trainer(policy) as trainer:
         if policy.lora is not None:
             set_random(trainer.chunks)
-        place = trainer.coordinates
-        batch = tiny_batch(3, shortest=16, longest=16)
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        shard = shard_for(trainer, tiny_batch(3, shortest=16, longest=16))
         weights = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
         found = trainer.train([shard], sft_loss).moe_metrics
         after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
@@ -69,38 +55,28 @@ def test_loads_and_gradients_are_those_of_a_trained_model_at_its_start() -> None
 
 def metrics_with_zero_adapters(policy: Any) -> dict[str, float]:
     """Run on one rank: as `metrics_of_a_step`, of adapters as they begin."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=2)
+    with tiny_trainer(policy) as trainer:
         found = trainer.train([shard_of_rank(tiny_batch(3, shortest=16, longest=16))], sft_loss).moe_metrics
         return {name: value for name, value in found.items() if not name.endswith("seconds")}
 
 
 def replayed(policy: Any) -> tuple[float, dict[str, float], list[Any]]:
     """Run on every rank: a step under replay of random routes, with adapters that show."""
-    with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=2)
+    with tiny_trainer(policy) as trainer:
         set_random(trainer.chunks)
-        place, batch = trainer.coordinates, tiny_batch(3)
-        generator = torch.Generator().manual_seed(11)
-        shape = (*batch.input_ids.shape, 4, 8)
-        routes = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.int16)
-        fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
-        routes = routes.where(fed[:, :, None, None], -1)
-        batch = batch.with_columns(**{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)})
-        result = trainer.train([shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)], sft_loss)
-        load = EXPERT_LOAD.of(result.artifacts)
-        return result.global_loss, dict(result.moe_metrics), [] if load is None else load.counts.tolist()
+        result = trainer.train([shard_for(trainer, with_random_routes(tiny_batch(3)))], sft_loss)
+        return result.global_loss, dict(result.moe_metrics), load_counts(result)
 
 
 @pytest.mark.parametrize("sizes", some_of([{"ep": 2}, {"tp": 2}, {"pp": 2}], 1), ids=str)
 def test_replayed_routes_are_taken_under_adapters(sizes: dict[str, int]) -> None:
-    changes = {"activation_checkpointing": "none", "routing_replay": "rollout", "layer_spec": "auto"}
-    (expected,) = run_ranks(replayed, 1, tiny_grpo_policy(1, **changes, **lora("per_expert")))
-    found = run_ranks(replayed, 2, tiny_grpo_policy(2, **changes, **lora("per_expert"), **layout(**sizes)))[0]
+    changes = {"layer_spec": "auto", **lora("per_expert")}
+    (expected,) = run_ranks(replayed, 1, replay_policy(1, **changes))
+    found = run_ranks(replayed, 2, replay_policy(2, **changes, **layout(**sizes)))[0]
     loss, metrics, counts = expected
     assert metrics["routing/rows_usable_share"] == 1
     assert metrics["routing/agreement"] == 1
     assert metrics["routing/live_agreement"] < 0.1, "no router would have chosen them"
     assert found[0] == pytest.approx(loss, rel=1e-6)
     assert found[1]["routing/agreement"] == 1
-    assert found[2] == counts
+    np.testing.assert_array_equal(found[2], counts)
