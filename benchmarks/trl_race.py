@@ -60,7 +60,7 @@ class Work:
 
 
 def _grpo(size: str, goal: float, *model: str) -> Work:
-    shared = ("--shared-prefix", "auto")
+    shared = ("--shared-prefix", "true")
     return Work("grpo", "grpo_throughput.py", {"metrics_on": ()}, goal, both=("--size", size, *model), mine=shared)
 
 
