@@ -165,7 +165,8 @@ def state_away(policy: PolicyConfig, folder: str) -> Numbers:
             _check_room(trainer, left, before - torch.cuda.memory_allocated())
         found = _rows("away", trainer.logprobs(shard.microbatches))
         trainer.start_checkpoint(Path(folder), with_optimizer=True)
-        assert trainer.finish_checkpoint() is None
+        problem = trainer.finish_checkpoint()
+        assert problem is None, problem
         trainer.host_state.come_back()
         results += [trainer.train([shard], sft_loss) for _ in range(2)]
         return found | _steps(results)

@@ -45,6 +45,8 @@ RUNNERS: dict[str, Callable[..., list[Any]]] = {"card": run_on_cards, "gloo": ru
 
 def test_state_leaves_for_the_host_and_checkpoints_resume_on_either(tmp_path: Path) -> None:
     policy = tiny_grpo_policy(2, **layout(ep=2), **SHARDED)
+    for name in RUNNERS:
+        (tmp_path / name).mkdir()
     went_on = {name: run(state_away, 2, policy, str(tmp_path / name)) for name, run in RUNNERS.items()}
     assert_same(went_on["card"], went_on["gloo"])
     behind = [{name: found[name][1:] for name in ("losses", "gradient norms")} for found in went_on["gloo"]]
