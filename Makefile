@@ -315,7 +315,7 @@ $(OTHER_STAMP): $(STAMP)
 $(FAKE_CARD_STAMP): pyproject.toml constraints-gpu.txt tests/fake_card/install.py
 	@[ -n "$(FAKE_CARD_PYTHON)" ] || { echo "[fake-card] error: no Python 3.12 with the modules venv and ensurepip is" \
 		"found; name one: make test-fake-card FAKE_CARD_PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@echo "[fake-card] torch for CUDA without NVIDIA's packages, Megatron-Core and this project (2.4 GB, some minutes)"
+	@echo "[fake-card] torch for CUDA without NVIDIA's packages, Megatron-Core and this project (3.0 GB, some minutes)"
 	@$(FAKE_CARD_PYTHON) -m tests.fake_card.install $(FAKE_CARD_VENV) --torch-arguments='$(TORCH_PIP_ARGUMENTS)'
 	@touch $@
 

@@ -23,6 +23,8 @@ from nemo_rl_moe.errors import WeightSyncError
 
 Answer = TypeVar("Answer")
 
+FAILED = "failed"
+"""The note why the transfer ended early."""
 _ANSWER_S = 30.0
 """Seconds after which a driver that does not answer counts as dead."""
 
@@ -50,6 +52,22 @@ class Board(Protocol):
     def own_address(self) -> str:
         """Return this process's address for the other processes."""
         ...
+
+
+class EndedByOtherError(WeightSyncError):
+    """Another process has ended the transfer. The text contains the reason."""
+
+
+def names_of(board: Board) -> set[str]:
+    """Return the names of the notes.
+
+    Raises:
+        EndedByOtherError: The transfer has failed.
+    """
+    names = board.names()
+    if FAILED in names:
+        raise EndedByOtherError(board.read(FAILED))
+    return names
 
 
 @dataclass(frozen=True)

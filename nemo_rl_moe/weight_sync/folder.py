@@ -24,14 +24,13 @@ from pathlib import Path
 import torch
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.weight_sync.board import Board, FolderBoard, NetworkBoard
+from nemo_rl_moe.weight_sync.board import FAILED, Board, EndedByOtherError, FolderBoard, NetworkBoard, names_of
 from nemo_rl_moe.weight_sync.bucket import BucketLabel
 from nemo_rl_moe.weight_sync.transport_backends import BUCKET_BYTES, FileTransport, TransportBackend
 
 NamedTensor = tuple[str, torch.Tensor]
 MAX_UNACKNOWLEDGED = 2
 STALL_TIMEOUT_S = 120.0
-_FAILED = "failed"
 _SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.01
 
 
@@ -109,14 +108,11 @@ class TransportSpec:
     def abort(self, reason: str) -> None:
         """End the transfer for all participants. The reason of the first call is kept."""
         with suppress(WeightSyncError):  # the driver has closed it already
-            self.board.put_first(_FAILED, reason)
+            self.board.put_first(FAILED, reason)
 
     def names(self) -> set[str]:
         """Return the names of the notes. Raise if the transfer has failed."""
-        names = self.board.names()
-        if _FAILED in names:
-            raise _EndedByOther(self.board.read(_FAILED))
-        return names
+        return names_of(self.board)
 
     def meet(self, own: str, number: int, other: str, num_others: int) -> list[int]:
         """Return the numbers of the peers that this process sends to or receives from.
@@ -143,7 +139,7 @@ class TransportSpec:
         """Report an error of this process to the other processes."""
         try:
             yield
-        except _EndedByOther as error:
+        except EndedByOtherError as error:
             raise WeightSyncError(str(error)) from None
         except WeightSyncError as error:
             self.abort(f"{who}: {error}")
@@ -151,10 +147,6 @@ class TransportSpec:
         except BaseException as error:
             self.abort(f"{who} raised {type(error).__name__}: {error}")
             raise
-
-
-class _EndedByOther(WeightSyncError):
-    """Another process has ended the transfer. The text contains the reason."""
 
 
 class _Stall:

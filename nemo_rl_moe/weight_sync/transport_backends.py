@@ -27,6 +27,7 @@ from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync.board import Board, FolderBoard, serve_store
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, opened_bucket, write_bucket
 from nemo_rl_moe.weight_sync.manifest import manifest_text, read_manifest
+from nemo_rl_moe.weight_sync.nccl_group import make_nccl_group, wait_for
 from nemo_rl_moe.weight_sync.packing import Packing, packed
 
 COLLECTIVE_TIMEOUT_S = 120.0
@@ -174,9 +175,16 @@ class CollectiveTransport:
                 _groups[key] = self._connect(board, label.sender, rank)
             options = BroadcastOptions()
             options.rootRank = 0
-            _groups[key].group.broadcast([buffer], options).wait()
-            if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)  # the board then reports the bucket as taken
+            group = _groups[key].group
+            work = group.broadcast([buffer], options)
+            if not self.on_device:
+                work.wait()
+                return
+            wait_for(work, group, board, self.timeout_s)
+            torch.cuda.synchronize(buffer.device)  # the board then reports the bucket as taken
+        except WeightSyncError:
+            _groups.pop(key, None)
+            raise
         except (RuntimeError, ValueError) as error:
             _groups.pop(key, None)
             raise WeightSyncError(f"{self.backend}, {label}: {' '.join(str(error).split())[:300]}") from error
@@ -184,7 +192,7 @@ class CollectiveTransport:
     def _connect(self, board: Board, sender: int, rank: int) -> _Connections:
         store = self._meeting_place(board, f"{sender:04d}.store", serves=rank == 0)
         store.set_timeout(timedelta(seconds=self.timeout_s))
-        return _Connections(self._group(store, rank), store)
+        return _Connections(self._group(board, store, rank), store)
 
     def _meeting_place(self, board: Board, name: str, *, serves: bool) -> TCPStore:
         """Return a store by which the group's processes find each other. It outlives the board of the transfer."""
@@ -201,21 +209,17 @@ class CollectiveTransport:
         address, port = json.loads(board.read(name))
         return TCPStore(address, port, 1 + self.num_receivers, is_master=False)
 
-    def _group(self, store: TCPStore, rank: int) -> Any:
-        size, timeout = 1 + self.num_receivers, timedelta(seconds=self.timeout_s)
-        if self.backend == "nccl":
-            from torch.distributed import ProcessGroupNCCL
-
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return ProcessGroupNCCL(store, rank, size, options)
+    def _group(self, board: Board, store: TCPStore, rank: int) -> Any:
+        size = 1 + self.num_receivers
+        if self.on_device:
+            return make_nccl_group(board, store, rank, size, self.timeout_s)
         device = (
             ProcessGroupGloo.create_device(hostname=self.address)
             if self.address is not None
             else ProcessGroupGloo.create_default_device()
         )
         gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
-        gloo._devices, gloo._threads, gloo._timeout = [device], 2, timeout
+        gloo._devices, gloo._threads, gloo._timeout = [device], 2, timedelta(seconds=self.timeout_s)
         return ProcessGroupGloo(store, rank, size, gloo)
 
 

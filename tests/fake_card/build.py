@@ -41,7 +41,7 @@ class Library:
 
 # By the beginning of the file's name. A symbol belongs to the first whose expression it fits.
 LIBRARIES = {
-    "libcudart": Library(r"(__)?cuda[A-Z]", ("cudart.cpp", "memory.cpp")),
+    "libcudart": Library(r"(__)?cuda[A-Z]", ("cudart.cpp", "memory.cpp", "late.cpp")),
     "libcublasLt": Library("cublasLt", ("cublaslt.cpp",)),
     "libcublas": Library("cublas"),
     "libcudnn": Library("cudnn", ("cudnn.cpp",)),

@@ -36,6 +36,29 @@ _ANSWERS_ON_HOST = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 _WAITS = _ANSWERS_ON_HOST | {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"}
 
 
+def _rms_norm_backward(
+    gradient: torch.Tensor,
+    given: torch.Tensor,
+    normalized_shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    last = tuple(range(-len(normalized_shape), 0))
+    normed = given.float() * rstd
+    weighted = gradient.float() if weight is None else gradient.float() * weight.float()
+    of_given = (weighted - normed * (weighted * normed).mean(last, keepdim=True)) * rstd
+    of_weight = (gradient.float() * normed).flatten(0, -len(normalized_shape) - 1).sum(0)
+    return (
+        of_given.to(given.dtype) if output_mask[0] else None,
+        of_weight.to(weight.dtype) if output_mask[1] and weight is not None else None,
+    )
+
+
+_ON_CARDS_ALONE = {"_fused_rms_norm_backward": _rms_norm_backward}
+"""Operations that torch has for cards and not for the host."""
+
+
 def host_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the host in the memory of one of the card."""
     storage = tensor.untyped_storage()
@@ -98,7 +121,7 @@ class HostKernels(TorchDispatchMode):
         if makes_on_card or (name == "_to_copy" and asked_for is None):
             host_kwargs.pop("pin_memory", None)
         with _numbers_of(card, func, flat):
-            return tree_map(to_card, func(*host_args, **host_kwargs))
+            return tree_map(to_card, _ON_CARDS_ALONE.get(name, func)(*host_args, **host_kwargs))
 
 
 def _is_view(func: Any) -> bool:

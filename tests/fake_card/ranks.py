@@ -26,7 +26,6 @@ from tests.fake_card.environment import REPOSITORY, card_environment
 from tests.support.gloo_ranks import RankError
 
 _GRACE_S = 20.0
-"""Seconds that the other ranks have, once one has failed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,12 @@ _waiting: dict[tuple[int, tuple[tuple[str, str], ...]], _Team] = {}
 
 
 def run_on_cards(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 400.0, **environment: str
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout_s: float = 400.0,
+    grace_s: float = _GRACE_S,
+    **environment: str,
 ) -> list[Any]:
     """Call a module-level function on every rank of a job.
 
@@ -66,6 +70,7 @@ def run_on_cards(
         world_size: Number of ranks.
         arguments: The same for every rank.
         timeout_s: After so long the ranks are stopped.
+        grace_s: Seconds that the other ranks have, once one has failed.
         environment: Further variables of the processes, such as FAKE_CARD_GB.
 
     Returns:
@@ -83,7 +88,7 @@ def run_on_cards(
             port = str(probe.getsockname()[1])
         for connection in team.connections:
             connection.send((function.__module__, function.__name__, {"MASTER_PORT": port}, arguments))
-        answers = _collect(team, time.monotonic() + timeout_s)
+        answers = _collect(team, time.monotonic() + timeout_s, grace_s)
         problems = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
     finally:
         if problems or os.environ.get("TESTS_FRESH_RANKS") == "1":
@@ -116,7 +121,7 @@ def _start(world_size: int, changes: dict[str, str]) -> _Team:
     return team
 
 
-def _collect(team: _Team, deadline: float) -> Sequence[tuple[bool, Any]]:
+def _collect(team: _Team, deadline: float, grace_s: float) -> Sequence[tuple[bool, Any]]:
     answers: dict[int, tuple[bool, Any]] = {}
     while len(answers) < len(team.connections):
         waiting = {rank: each for rank, each in enumerate(team.connections) if rank not in answers}
@@ -130,7 +135,7 @@ def _collect(team: _Team, deadline: float) -> Sequence[tuple[bool, Any]]:
             elif not ready:
                 answers[rank] = (False, f"no answer in time; it was in\n{_stacks(team, rank)}")
             if rank in answers and not answers[rank][0]:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     return [answers[rank] for rank in range(len(team.connections))]
 
 

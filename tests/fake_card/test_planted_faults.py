@@ -74,7 +74,6 @@ def test_groups_in_another_order_are_named_when_all_ranks_wait() -> None:
     assert "NCCL would wait for ever" in message
     for rank in (0, 1):
         assert f"rank {rank}: waits in AllReduce of 8 float32, sum at {site}" in message
-    assert "tensor parallel" in message or "TENSOR" in message.upper()
     assert time.monotonic() - began < 150
 
 

@@ -13,6 +13,8 @@ from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from tests.gpu.models import Failed, Numbers, run_config, slice_config, timed, weights_from_the_device
 from tests.gpu.process import job_of_one
 
+NUM_TOKENS, PROMPT_TOKENS, ROWS = 200, 128, 32
+
 
 def auto(*, rehearse: bool) -> Iterator[Numbers]:
     """Decoding with the attention that Transformer Engine chooses."""
@@ -35,8 +37,8 @@ def unfused(*, rehearse: bool) -> Iterator[Numbers]:
 
 
 def _decode(backend: str, *, rehearse: bool) -> Iterator[Numbers]:
-    """Yield the numbers of 200 tokens behind each of 32 prompts of 128, so that keys have 128 to 328 places."""
-    num_tokens, prompt, rows = (6, 4, 2) if rehearse else (200, 128, 32)
+    """Yield the numbers of tokens behind prompts: on a GPU keys have 128 to 328 places."""
+    num_tokens, prompt, rows = (6, 4, 2) if rehearse else (NUM_TOKENS, PROMPT_TOKENS, ROWS)
     override = {} if rehearse else {"megatron_cfg__model_overrides": f"{{attention_backend: {backend}}}"}
     config, hf_config = run_config(rehearse=rehearse, **override), slice_config(rehearse=rehearse)
     with job_of_one(config.policy), weights_from_the_device():

@@ -13,6 +13,7 @@ from nemo_rl_moe.weight_sync.bucket import weighted_sum
 from tests.gpu.models import (
     Failed,
     Numbers,
+    let_go,
     memory_of,
     packed_shard,
     recipe_config,
@@ -106,5 +107,5 @@ def long(*, rehearse: bool) -> Iterator[Numbers]:
                 "rows_missing_share": result.moe_metrics["routing/rows_missing_share"],
                 **memory_of(config, trainer, result),
             }
-            del trainer
+            let_go(trainer)
         yield numbers

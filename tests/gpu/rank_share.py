@@ -19,6 +19,7 @@ from tests.gpu.models import (
     Failed,
     Numbers,
     lengths_of,
+    let_go,
     memory_of,
     packed_shard,
     recipe_config,
@@ -70,20 +71,25 @@ def _one(tokens: int, recompute: str, shows_kernels: bool, *, rehearse: bool, nu
         from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
         built, trainer = timed(MegatronTrainer, config.policy, hf_config, None, 100)
-        shards = [packed_shard(config, hf_config.vocab_size, step, num_rows=rows) for step in range(num_steps + 1)]
-        steps = [timed(trainer.train, [shard], loss) for shard in shards]
-        scored, _ = timed(trainer.logprobs, shards[0].microbatches)
-        last = steps[-1][1]
-        numbers = speed(trainer, shards[0], [seconds for seconds, _ in steps[1:]]) | memory_of(config, trainer, last)
-        if shows_kernels:
-            _show_kernels(lambda: trainer.train([shards[0]], loss))
-        return numbers | {
-            "parameters": whole_model_parameters(trainer.config, hf_config),
-            "build_seconds": round(built, 1),
-            "first_seconds": round(steps[0][0], 1),
-            "logprob_tokens_per_second": round(sum(lengths_of(shards[0])) / scored, 1),
-            "loss": last.global_loss,
-        }
+        try:
+            shards = [packed_shard(config, hf_config.vocab_size, step, num_rows=rows) for step in range(num_steps + 1)]
+            steps = [timed(trainer.train, [shard], loss) for shard in shards]
+            scored, _ = timed(trainer.logprobs, shards[0].microbatches)
+            last = steps[-1][1]
+            numbers = speed(trainer, shards[0], [seconds for seconds, _ in steps[1:]]) | memory_of(
+                config, trainer, last
+            )
+            if shows_kernels:
+                _show_kernels(lambda: trainer.train([shards[0]], loss))
+            return numbers | {
+                "parameters": whole_model_parameters(trainer.config, hf_config),
+                "build_seconds": round(built, 1),
+                "first_seconds": round(steps[0][0], 1),
+                "logprob_tokens_per_second": round(sum(lengths_of(shards[0])) / scored, 1),
+                "loss": last.global_loss,
+            }
+        finally:
+            let_go(trainer)  # the next case begins with a free card
 
 
 def _show_kernels(step: Any) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from nemo_rl_moe.weight_sync.transport import WeightTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport_backends import IpcTransport, TransportBackend, make_backend
 from tests.gpu.models import Failed, Numbers, run_config, slice_config, timed, weights_from_the_device
@@ -57,7 +59,9 @@ def refit(*, rehearse: bool) -> Iterator[Numbers]:
         fingerprinted, expected = timed(model.weight_fingerprints, _FORMAT)
         _answer(ours, "ready")
         for way, backend in _backends(rehearse=rehearse).items():
+            held = _allocated()
             (first, num_bytes), (again, _) = (timed(_send, model, ours, backend) for _ in range(2))
+            kept = _allocated() - held
             ours.send(None)
             found = _answer(ours, "fingerprints")
             numbers = {
@@ -69,7 +73,10 @@ def refit(*, rehearse: bool) -> Iterator[Numbers]:
                 "gather_on_host_seconds": round(on_host, 3),
                 "gather_on_device_seconds": round(on_device, 3),
                 "fingerprint_seconds": round(fingerprinted, 3),
+                "kept_bytes": kept,
             }
+            if kept > 0:  # the engine has no room for it
+                raise Failed(f"{kept} bytes of the device are kept behind the transfer", numbers)
             if found != expected:
                 wrong = sum(found.get(name) != print_ for name, print_ in expected.items())
                 raise Failed(f"{wrong} of {len(expected)} tensors are not what was sent", numbers)
@@ -77,6 +84,10 @@ def refit(*, rehearse: bool) -> Iterator[Numbers]:
     ours.close()
     engine.join()
     forget_kept()
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _send(model: Any, engine: Connection, backend: Callable[[int, str], TransportBackend]) -> int:

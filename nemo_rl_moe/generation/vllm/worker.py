@@ -331,6 +331,7 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settin
                     packed.forget(name)
                     # The reload keeps tensors until a layer is complete, longer than they are valid in the transport.
                     yield name, as_loader_expects(image_settings, name, tensor).clone()
+                del tensor  # or a view of the last bucket would outlive it, and the sender keep its memory
 
         runner.reload_weights(weights_iterator=as_expected())
         releases.pack_tied_anew(runner.get_model())

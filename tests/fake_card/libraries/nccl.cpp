@@ -1,6 +1,10 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
 // The functions of NCCL that torch calls. A call returns when it is done, so nothing fails later.
+//
+// With FAKE_CARD_LATE a call that waits for a process that has died returns without an error, as with the real NCCL. Its
+// stream hangs until the communicator is aborted. `error`: NCCL notices the death, and ncclCommGetAsyncError says so;
+// `silence`: it does not.
 #include "nccl.h"
 
 #include <dlfcn.h>
@@ -38,6 +42,7 @@ constexpr int VERSION = 22907;
 thread_local int group_depth = 0;
 thread_local std::vector<Call> group;
 thread_local std::string site;
+thread_local void *last_stream = nullptr;
 std::map<int, Scale> scales;
 
 const char *name_in(const void *config) {
@@ -73,11 +78,29 @@ int run_group() {
   return messages(mail);
 }
 
+template <class... Arguments>
+void tell_card(const char *name, Arguments... arguments) {
+  if (void *function = dlsym(RTLD_DEFAULT, name)) reinterpret_cast<void (*)(Arguments...)>(function)(arguments...);
+}
+
+bool is_late(const char *how) {
+  const char *text = getenv("FAKE_CARD_LATE");
+  return text && (!how || !strcmp(text, how));
+}
+
+int run_group_of_stream() {
+  void *stream = last_stream;
+  int error = run_group();
+  if (error != REMOTE_ERROR || !is_late(nullptr)) return error;
+  tell_card("fake_card_hang", stream);
+  return OK;
+}
+
 int put(Call call) {
   if (call.comm->error) return call.comm->error;
   call.site = site;
   group.push_back(call);
-  return group_depth ? OK : run_group();
+  return group_depth ? OK : run_group_of_stream();
 }
 
 int put_collective(const char *name, const void *from, void *to, size_t count, int type, int reduction, int root,
@@ -149,6 +172,7 @@ EXPORT int ncclCommDestroy(Comm *comm) {
 EXPORT int ncclCommAbort(Comm *comm) {
   if (comm && comm->size > 1)
     fail(comm, REMOTE_ERROR, "rank " + std::to_string(number("RANK", 0)) + " has aborted " + comm->title());
+  if (is_late(nullptr)) tell_card("fake_card_let_go");
   return OK;
 }
 EXPORT int ncclCommFinalize(Comm *) { return OK; }
@@ -161,7 +185,7 @@ EXPORT int ncclCommUserRank(Comm *comm, int *rank) {
   return OK;
 }
 EXPORT int ncclCommGetAsyncError(Comm *comm, int *error) {
-  *error = comm ? comm->error : OK;
+  *error = comm && !is_late("silence") ? comm->error : OK;
   return OK;
 }
 EXPORT int ncclMemAlloc(void **pointer, size_t size) {
@@ -182,35 +206,46 @@ EXPORT int ncclRedOpCreatePreMulSum(int *reduction, void *scalar, int type, int 
 }
 EXPORT int ncclRedOpDestroy(int, Comm *) { return OK; }
 
-EXPORT int ncclAllReduce(const void *from, void *to, size_t count, int type, int reduction, Comm *comm, void *) {
+EXPORT int ncclAllReduce(const void *from, void *to, size_t count, int type, int reduction, Comm *comm, void *stream) {
+  last_stream = stream;
   return put_collective("AllReduce", from, to, count, type, reduction, -1, comm);
 }
-EXPORT int ncclReduce(const void *from, void *to, size_t count, int type, int reduction, int root, Comm *comm, void *) {
+EXPORT int ncclReduce(const void *from, void *to, size_t count, int type, int reduction, int root, Comm *comm,
+                      void *stream) {
+  last_stream = stream;
   return put_collective("Reduce", from, to, count, type, reduction, root, comm);
 }
-EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Comm *comm, void *) {
+EXPORT int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Comm *comm, void *stream) {
+  last_stream = stream;
   return put_collective("Broadcast", from, to, count, type, NO_REDUCTION, root, comm);
 }
-EXPORT int ncclBcast(void *buffer, size_t count, int type, int root, Comm *comm, void *) {
+EXPORT int ncclBcast(void *buffer, size_t count, int type, int root, Comm *comm, void *stream) {
+  last_stream = stream;
   return put_collective("Broadcast", buffer, buffer, count, type, NO_REDUCTION, root, comm);
 }
-EXPORT int ncclReduceScatter(const void *from, void *to, size_t count, int type, int reduction, Comm *comm, void *) {
+EXPORT int ncclReduceScatter(const void *from, void *to, size_t count, int type, int reduction, Comm *comm,
+                             void *stream) {
+  last_stream = stream;
   return put_collective("ReduceScatter", from, to, count, type, reduction, -1, comm);
 }
-EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, Comm *comm, void *) {
+EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, Comm *comm, void *stream) {
+  last_stream = stream;
   return put_collective("AllGather", from, to, count, type, NO_REDUCTION, -1, comm);
 }
-EXPORT int ncclAlltoAll(const void *from, void *to, size_t count, int type, Comm *comm, void *) {
+EXPORT int ncclAlltoAll(const void *from, void *to, size_t count, int type, Comm *comm, void *stream) {
+  last_stream = stream;
   return put_collective("AlltoAll", from, to, count, type, NO_REDUCTION, -1, comm);
 }
-EXPORT int ncclSend(const void *from, size_t count, int type, int peer, Comm *comm, void *) {
+EXPORT int ncclSend(const void *from, size_t count, int type, int peer, Comm *comm, void *stream) {
+  last_stream = stream;
   return put({Call::SEND, comm, "send", from, nullptr, count, type, NO_REDUCTION, peer, ""});
 }
-EXPORT int ncclRecv(void *to, size_t count, int type, int peer, Comm *comm, void *) {
+EXPORT int ncclRecv(void *to, size_t count, int type, int peer, Comm *comm, void *stream) {
+  last_stream = stream;
   return put({Call::RECEIVE, comm, "receive", nullptr, to, count, type, NO_REDUCTION, peer, ""});
 }
 EXPORT int ncclGroupStart() {
   ++group_depth;
   return OK;
 }
-EXPORT int ncclGroupEnd() { return --group_depth ? OK : run_group(); }
+EXPORT int ncclGroupEnd() { return --group_depth ? OK : run_group_of_stream(); }

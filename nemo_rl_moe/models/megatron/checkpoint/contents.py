@@ -188,7 +188,7 @@ def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) ->
 
 
 def sharded_contents(
-    objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Collection[str] | None = None
+    objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return this rank's part of a checkpoint. All ranks call it.
 
@@ -196,8 +196,8 @@ def sharded_contents(
         objects: Their tensors are saved, or filled when loading.
         counters: Counters to include, with the optimizer and random states. None if only the model's weights are part
             of the checkpoint.
-        saved: For loading, the names in the checkpoint. Random states are only loaded if the checkpoint has them for
-            this layout, rank and device type.
+        saved: For loading, the names in the checkpoint, with torch's description of each tensor. Random states are only
+            loaded if the checkpoint has them for this layout, rank and device type.
     """
     contents: dict[str, Any] = {"model": sharded_model(objects.chunks, saved=saved or ())}
     if counters is None:
@@ -209,9 +209,14 @@ def sharded_contents(
     contents["random"] = {
         name: ShardedTensor.from_rank_offsets(random_key(name), state)
         for name, state in random_states().items()
-        if saved is None or random_key(name) in saved
+        if saved is None or _fits(saved.get(random_key(name)), state)
     }
     return contents
+
+
+def _fits(described: Any, state: Tensor) -> bool:
+    """Return whether a saved random state is one of the same kind of device: their sizes differ."""
+    return described is not None and described.size == state.shape
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
     """
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
-    saved = index.state_dict_metadata.keys()
+    saved = index.state_dict_metadata
     wanted = sharded_contents(objects, counters, saved=saved)
     check_names(directory, [sharded.key for sharded in wanted["model"].values()], saved)
     return restore_contents(objects, _load(wanted, directory, index))

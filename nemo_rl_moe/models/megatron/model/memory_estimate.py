@@ -15,6 +15,7 @@ from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
 from nemo_rl_moe.models.megatron.layers.indexer import indexer_parameters
+from nemo_rl_moe.models.megatron.model.activation_estimate import head_activations, layer_activations
 from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import (
@@ -244,9 +245,8 @@ class WorkerMemory:
     Attributes:
         gradients: Megatron-Core's buffers: float32 with `grad_reduce_in_fp32`, else in the type of the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
-        activations_at_least: Lower bound of the activations that one microbatch keeps for the backward pass: the input
-            of every layer, all that is not recomputed, float32 logits on the last stage and, if logits are computed in
-            chunks, gradients of the output layer.
+        activations_at_least: What one microbatch keeps for the backward pass (`activation_estimate`), and the output
+            layer on the last stage. A lower bound: the expert that most tokens choose decides what is recomputed.
         tower_activations: Lower bound of the vision tower's activations with the maximum number of patches. No sum
             includes it, because few microbatches have so many patches.
         snapshot: Copy for a checkpoint in host memory: this rank's share of the weights, and of the optimizer's state
@@ -386,45 +386,13 @@ def generation_batch_size(config: MasterConfig) -> int:
 def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
     tokens = -(-microbatch_tokens(config) // transformer.context_parallel_size)
     tensor = transformer.tensor_model_parallel_size
-    layers = _layers_of_stage(transformer, stage)
-    # Tensor-parallel ranks share the layers' inputs (sequence parallelism) and the logits (by vocabulary).
-    inputs = len(layers) * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
-    kept = sum(_kept_of_a_token(transformer, index) for index in layers)
-    kept = tokens * kept * transformer.params_dtype.itemsize // tensor
-    is_last = stage == transformer.pipeline_model_parallel_size - 1
-    return int(inputs + kept + (_output_layer(config, transformer, hf_config, tokens) if is_last else 0))
-
-
-def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, tokens: int) -> int:
-    """Return the bytes of the float32 logits. With chunks: a chunk's logits, plus the sum of the weight's gradients."""
-    tensor = transformer.tensor_model_parallel_size
-    vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor
-    chunk = config.policy.logprob_chunk_size
-    if chunk is None:
-        return int(tokens * vocabulary * _FLOAT32)
-    return int((min(tokens, chunk) + transformer.hidden_size) * vocabulary * _FLOAT32)
-
-
-def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
-    """Return a lower bound of the values that a layer keeps for the backward pass of a token, without its input."""
-    if transformer.recompute_granularity == "full":
-        return 0
-    # Queries, keys, values and output of attention, then the output of its norm and the input of the MLP half.
-    value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
-    heads, groups = transformer.num_attention_heads, transformer.num_query_groups
-    attention = (heads + groups) * (transformer.kv_channels + value_dim)
-    if index in linear_layer_indices(transformer):
-        # Inputs of the convolution and of the rule, output gates, and the rule's output.
-        sizes = DeltaNetSizes.of(transformer, tensor=1)
-        attention = 2 * sum(sizes.convolved) + 2 * sizes.values
-    kept = attention + 2 * transformer.hidden_size
-    if index not in moe_layer_indices(transformer):
-        return int(kept + transformer.hidden_size + 3 * transformer.ffn_hidden_size)
-    if transformer.recompute_granularity == "selective":
-        return int(kept)
-    # Inputs of the matrices of each expert that serves the token.
-    of_experts = transformer.moe_router_topk * (transformer.hidden_size + 3 * transformer.moe_ffn_hidden_size)
-    return int(kept + of_experts)
+    kept = sum(layer_activations(transformer, index).total for index in _layers_of_stage(transformer, stage))
+    # Tensor-parallel ranks share tokens (sequence parallelism), heads, and the logits (by vocabulary).
+    found = tokens * kept // tensor
+    if stage == transformer.pipeline_model_parallel_size - 1:
+        vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor
+        found += head_activations(transformer, tokens, vocabulary, config.policy.logprob_chunk_size)
+    return found
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:

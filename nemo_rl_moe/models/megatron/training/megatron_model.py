@@ -246,6 +246,8 @@ class MegatronModel:
         finally:
             # Each tensor is gathered in collectives: a rank that stops early would leave the others waiting.
             deque(tensors, maxlen=0)
+            if torch.cuda.is_initialized():
+                torch.cuda.ipc_collect()  # torch keeps a bucket that a receiver still had when this rank dropped it
             torch.cuda.empty_cache()  # frees the gathered tensors before the engine allocates its cache
 
     def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:

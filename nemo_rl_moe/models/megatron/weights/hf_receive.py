@@ -43,6 +43,7 @@ def load_tensors(
     for name, tensor in tensors:
         for filling, number in awaited.pop(name, ()):  # tensors of other ranks are ignored
             filling.take(number, tensor, hf_config)
+        del tensor  # the next one may be in another bucket, and the sender waits for the memory of this one
     missing = {
         name: fillings
         for name, fillings in awaited.items()

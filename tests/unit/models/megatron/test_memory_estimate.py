@@ -315,15 +315,17 @@ def test_fine_tuning_neither_generates_nor_keeps_a_reference() -> None:
 
 
 def test_lower_bound_of_activations_by_hand() -> None:
-    # Inputs of 28 layers in bfloat16, of 4096 tokens; logits of a chunk and the output layer's gradient in float32.
-    inputs, head = 4096 * 28 * 2048 * 2, (1024 + 2048) * 151936 * 4
+    # Inputs of 28 layers in bfloat16, of 4096 tokens. The last norm; logits of a chunk, and the weight's gradient.
+    inputs, norm, vocabulary = 4096 * 28 * 2048 * 2, 3 * 4096 * 2048 * 2, 151936
+    head = norm + vocabulary * (1024 * (2 + 2 + 4) + 2048 * 4)
     assert memory_of(grpo_run()).activations_at_least == inputs + head
     whole = memory_of(grpo_run("policy.logprob_chunk_size=null"))
-    assert whole.activations_at_least == inputs + 4096 * 151936 * 4
-    # 16 heads and 8 groups of 128, queries and outputs, keys and values; two inputs; 6144 of the matrices behind.
-    kept = 16 * 2 * 128 + 8 * 2 * 128 + 2 * 2048 + 2048 + 3 * 6144
+    assert whole.activations_at_least == inputs + norm + 4096 * vocabulary * 4
+    # 16 heads and 8 groups of 128: queries and outputs, keys and values, inputs of norms; three hidden states; 6144 of
+    # the matrices behind. Then float32 numbers of four norms and softmax.
+    kept = 2 * (16 * 2 * 128 + 8 * 2 * 128 + 24 * 128 + 3 * 2048 + 3 * 6144) + 4 * (2 + 24 + 16)
     plain = memory_of(grpo_run("policy.megatron_cfg.activation_checkpointing=none"))
-    assert plain.activations_at_least == inputs + head + 28 * 4096 * kept * 2
+    assert plain.activations_at_least == inputs + head + 28 * 4096 * kept
     first = memory_of(grpo_run("policy.megatron_cfg.pipeline_model_parallel_size=2"), 0)
     assert first.activations_at_least == 4096 * 14 * 2048 * 2
 
@@ -370,7 +372,8 @@ def test_what_recomputed_experts_leave() -> None:
         config = load_any_config("grpo_qwen3_30b_a3b.yaml", overrides, check_paths=False)
         return memory_of(config).activations_at_least
 
-    attention = 32 * 2 * 128 + 4 * 2 * 128 + 2 * 2048
+    attention = 2 * (36 * 2 * 128 + 36 * 128 + 3 * 2048) + 4 * (2 + 36 + 32)
+    routing = 128 * (4 + 1) + 8 * 8 + 257 * 4
     experts = 8 * (2048 + 3 * 768)
-    assert activations("moe") - activations("full") == 48 * 4096 * attention * 2
+    assert activations("moe") - activations("full") == 48 * 4096 * (attention + routing)
     assert activations("none") - activations("moe") == 48 * 4096 * experts * 2
