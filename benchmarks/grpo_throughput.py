@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = StepClock(counts_cpu_at=(options.warmup, options.warmup + options.steps))
     with tempfile.TemporaryDirectory(prefix="grpo_throughput_") as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        model = {"folder": str(options.model)}
+        model: dict[str, object] = {"folder": str(options.model)}
         if options.model is None:
             model = MODEL | {"num_parameters": write_model(folder / "model")}
         stack.enter_context(running_ray(options.workers))

@@ -61,12 +61,21 @@ def test_cpus_have_none() -> None:
 
 
 def graphs_after_a_step(settings: RunSettings) -> list[torch.Size]:
-    """Run on every rank: return the shapes of the tensors that keep a graph alive after a training step."""
+    """Run on every rank: return the shapes of the tensors that keep a graph alive after a training step.
+
+    Tensors that earlier tests have left in the process do not count.
+    """
+    earlier = tensors_with_graphs()
     with tiny_trainer(settings.policy, settings.model) as trainer:
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
-        gc.collect()
-        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-        return [found.shape for found in tensors if found.grad_fn is not None]
+        known = set(map(id, earlier))
+        return [found.shape for found in tensors_with_graphs() if id(found) not in known]
+
+
+def tensors_with_graphs() -> list[torch.Tensor]:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return [found for found in tensors if found.grad_fn is not None]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
