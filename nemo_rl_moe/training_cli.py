@@ -62,8 +62,8 @@ examples:
   nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
 """
 _CONFIG_HELP = """\
-Missing files, folders, models, modules and functions are reported on standard error, with exit code 2, as before the
-start of a run. Models and data on the hub are not checked.
+Missing files, folders, models, modules and functions, and layouts that a local model cannot have, are reported on
+standard error, with exit code 2, as before the start of a run. Models and data on the hub are not checked.
 
 --from-nemo-rl FILE translates a configuration of NeMo-RL into a file that inherits from a shipped one. Comments in it
 list keys with another meaning here, and keys without a counterpart, which standard error lists too. The files of
