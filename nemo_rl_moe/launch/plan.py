@@ -11,7 +11,16 @@ from nemo_rl_moe.config.checks_run import model_folder_exists, role_model_folder
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.plan_gpus import UNITS, aligned, engine_lines, fit_line, has_engine_beside, moment_lines, table
+from nemo_rl_moe.launch.plan_gpus import (
+    UNITS,
+    aligned,
+    engine_lines,
+    fit_line,
+    has_engine_beside,
+    moment_lines,
+    table,
+    unit_for,
+)
 from nemo_rl_moe.launch.plan_roles import role_lines, role_memories
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
@@ -132,8 +141,7 @@ def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
-    # Small models for experiments are reported in smaller units.
-    unit = "GB" if max(worker.peak_at_least for worker in workers) >= 10**8 else "MB"
+    unit = unit_for(worker.peak_at_least for worker in workers)
     heads = [f"stage {stage}" for stage in stages] if len(stages) > 1 else [unit]
     place = "GPU" if config.cluster.gpus_per_node else "host"
     heading = f"{place} memory of each worker, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"

@@ -3,7 +3,7 @@
 """Lines of a plan on the GPUs of a run: engines, the memory of a GPU at each moment, and whether it fits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nemo_rl_moe.config.engine import EngineSize
@@ -128,7 +128,8 @@ def engine_lines(
     memory = engine_memory(size, transformer, hf_config)
     on_the_way = bytes_on_the_way(config, transformer, hf_config)
     on_gpus = config.cluster.gpus_per_node > 0
-    unit = "GB" if memory.weights >= 10**8 else "MB"
+    workers = _workers(config, transformer, hf_config)
+    unit = unit_for(worker.peak_at_least for worker in workers)
 
     def shown(value: float) -> str:
         return f"{value / UNITS[unit]:.2f}"
@@ -140,7 +141,6 @@ def engine_lines(
         (f"key-value cache of a sequence, {longest} tokens", shown(memory.cache_of_a_token * longest)),
     ]
     if on_gpus:
-        workers = _workers(config, transformer, hf_config) if has_engine_beside(config) else []
         if size.gpu_memory_utilization is not None:
             share = f"a GPU's share for its engine ({section}.gpu_memory_utilization)"
             rows.append((share, f"{size.gpu_memory_utilization:g}"))
@@ -167,7 +167,7 @@ def _device_rows(
     trainer's ranks `workers`."""
     rows = []
     least = memory.fits_from(0, utilization)
-    if workers and beside is not None:
+    if beside is not None:
         least = max(smallest_device(worker, beside, utilization) for worker in workers)
         held = max(worker.while_generating for worker in workers)
         rows += [
@@ -182,6 +182,11 @@ def _device_rows(
         value = f"{cache / UNITS['GB']:.2f}{sequences}" if fits else "they do not fit"
         rows.append((f"GPUs with {size} GB: key-value cache, in GB", value))
     return rows
+
+
+def unit_for(totals: Iterable[int]) -> str:
+    """Return the unit of a plan's tables: GB, or MB if all of the totals (in bytes) are below 1 GB."""
+    return "GB" if max(totals) >= UNITS["GB"] else "MB"
 
 
 def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[int]]], unit: str) -> list[str]:

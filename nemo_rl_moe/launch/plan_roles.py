@@ -12,7 +12,7 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError, counted
-from nemo_rl_moe.launch.plan_gpus import UNITS, table
+from nemo_rl_moe.launch.plan_gpus import UNITS, table, unit_for
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES
@@ -76,7 +76,7 @@ def role_lines(memories: dict[str, RoleMemory], target: Target | None) -> Iterat
     if not memories:
         return
     found = memories.values()
-    unit = "GB" if max(each.total for each in found) >= 10**8 else "MB"
+    unit = unit_for(each.total for each in found)
     heads = ["weights", "gradients", "optimizer", "process", "sum"]
     rows = [(each.label, (each.weights, each.gradients, each.optimizer, each.process, each.total)) for each in found]
     yield f"Memory of each worker beside the policy, held all the time, in {unit} of {UNITS[unit]:,} bytes:"

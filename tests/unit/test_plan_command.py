@@ -92,6 +92,13 @@ def test_interleaved_stages_and_plain_microbatches(
     assert "host memory of each worker, by arithmetic, in MB of 1,000,000 bytes:" in printed
 
 
+def test_a_plan_below_1_gb_is_in_mb(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["policy.model_name=tiny_qwen3_moe_tools", "policy.init=random", "cluster.gpus_per_node=0"]
+    rows, printed = planned(capsys, "grpo_math_1B.yaml", *model)
+    assert 100 < float(rows["at the fullest moment, at least"]) < 1000
+    assert "host memory of each worker, by arithmetic, in MB of 1,000,000 bytes:" in printed
+
+
 def test_reference_weights_are_reported_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, "loss_fn.reference_policy_kl_penalty=0.01")
     assert values(printed)["in the host's memory: reference weights"] == "3.44"
