@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_moe.config.engine import EngineSize
@@ -65,18 +66,44 @@ def moment_lines(
     return [f"Memory of a GPU with {size} GB at each moment, at least, in GB:", *lines, estimates]
 
 
-def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> str:
-    """Return the line that states whether the run fits the target's GPUs at its fullest moment, and how much memory
-    remains."""
+@dataclass(frozen=True)
+class Fit:
+    """Whether a run fits its GPUs.
+
+    Attributes:
+        moment: The fullest moment of the fullest GPU.
+        memory: Bytes of a GPU.
+        engines_lack_room: Whether an engine's weights and a cache are more than its share.
+    """
+
+    moment: Entry
+    memory: int
+    engines_lack_room: bool
+
+    @property
+    def is_fitting(self) -> bool:
+        return self.moment.total <= self.memory and not self.engines_lack_room
+
+    def __str__(self) -> str:
+        return f"{self.moment.total / UNITS['GB']:.2f} of {self.memory / UNITS['GB']:g} GB"
+
+
+def fit_of(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> Fit:
+    """Return whether the run fits the target's GPUs at its fullest moment."""
     memory = target.card.memory_gb * UNITS["GB"]
     moment = fullest(moments_of_the_fullest(config, transformer, hf_config, memory))
+    return Fit(moment, memory, _engines_lack_room(config, transformer, hf_config, memory))
+
+
+def fit_line(fit: Fit, target: Target) -> str:
+    """Return the line that states whether the run fits the target's GPUs, and how much memory remains."""
     of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
-    needed = f"{moment.total / UNITS['GB']:.2f} GB {moment.event}"
-    if moment.total > memory:
+    needed = f"{fit.moment.total / UNITS['GB']:.2f} GB {fit.moment.event}"
+    if fit.moment.total > fit.memory:
         return f"{target}: does not fit: {needed} are more than {of_it}"
-    if _engines_lack_room(config, transformer, hf_config, memory):
+    if fit.engines_lack_room:
         return f"{target}: does not fit: an engine's weights and a cache are more than its share of {of_it}"
-    return f"{target}: fits, with {1 - moment.total / memory:.0%} of {of_it} to spare: {needed}"
+    return f"{target}: fits, with {1 - fit.moment.total / fit.memory:.0%} of {of_it} to spare: {needed}"
 
 
 def moments_of_the_fullest(
