@@ -62,8 +62,8 @@ examples:
   nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
 """
 _CONFIG_HELP = """\
-Missing files, folders, models, modules and functions are reported on standard error, with exit code 2, as before the
-start of a run. Models and data on the hub are not checked.
+Missing files, folders, models, modules and functions, and layouts that a local model cannot have, are reported on
+standard error, with exit code 2, as before the start of a run. Models and data on the hub are not checked.
 
 --from-nemo-rl FILE translates a configuration of NeMo-RL into a file that inherits from a shipped one. Comments in it
 list keys with another meaning here, and keys without a counterpart, which standard error lists too. The files of
@@ -77,7 +77,8 @@ examples:
 """
 _PLAN_HELP = """\
 --target GPUSxCARD or NODESxGPUSxCARD plans for other machines than this one: it sets cluster.num_nodes and
-cluster.gpus_per_node, assumes Transformer Engine, and shows whether the run fits the card's memory.
+cluster.gpus_per_node, assumes Transformer Engine, and shows whether the run fits the card's memory. If it does not, the
+plan names up to three changes with which it does.
 
 examples:
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
@@ -262,10 +263,14 @@ def _print_plan(config_path: str, overrides: Sequence[str], machines: str | None
 
     target = None if machines is None else parse_target(machines)
     placed = [] if target is None else target.overrides
-    config = load_any_config(config_path, [*overrides, *placed], check_paths=False)
+
+    def load(changes: Sequence[str]) -> "MasterConfig":
+        return load_any_config(config_path, [*overrides, *placed, *changes], check_paths=False)
+
+    config = load([])
     from nemo_rl_moe.launch.plan import print_plan
 
-    print_plan(config, target)
+    print_plan(config, target, load)
 
 
 def _show_data(config_path: str, overrides: Sequence[str], number: int) -> None:

@@ -6,8 +6,9 @@ If the schema rejected a value, the rules that need it are skipped. All other ru
 problem at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import gcd, prod
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
@@ -70,18 +71,31 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
     workers = (
         f"cluster: {world} workers (num_nodes {config.cluster.num_nodes} x {kind} {config.cluster.workers_per_node})"
     )
-    experts = (
-        f"expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor}"
-        f" x pipeline_model_parallel_size {pipeline}"
-    )
-    dense = (
-        f"tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline}"
-        f" x context_parallel_size {context}"
-    )
+    experts = {
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": expert_tensor,
+        "pipeline_model_parallel_size": pipeline,
+    }
+    dense = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+    }
     # The keys are sizes, so that one line is made if both sizes are the same.
-    for size, factors in {expert * expert_tensor * pipeline: experts, tensor * pipeline * context: dense}.items():
+    for size, factors in {prod(sizes.values()): sizes for sizes in (experts, dense)}.items():
         if world % size:
-            yield f"{workers} cannot be divided by {size} ({MEGATRON}: {factors}); take a multiple of {size} workers"
+            product = " x ".join(f"{name} {value}" for name, value in factors.items())
+            yield (
+                f"{workers} cannot be divided by {size} ({MEGATRON}: {product}); take a multiple of {size}"
+                f" workers{_smaller_factor(factors, world)}"
+            )
+
+
+def _smaller_factor(factors: Mapping[str, int], world: int) -> str:
+    """Return advice to lower the largest factor, or an empty text if this alone cannot divide the workers."""
+    name, largest = max(factors.items(), key=lambda factor: factor[1])
+    rest = prod(factors.values()) // largest
+    return "" if world % rest else f", or lower {MEGATRON}.{name} to {gcd(largest, world // rest)}"
 
 
 def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:

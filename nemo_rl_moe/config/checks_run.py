@@ -215,7 +215,14 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
     if not folder.is_dir():
         yield f"{key}: {_not_found(folder)}; expected a folder, or a name on the hub such as Qwen/Qwen3-30B-A3B"
     elif needs is not None and not (folder / needs).is_file():
-        yield f"{key}: the folder {name} holds no {needs}"
+        yield f"{key}: the folder {name} holds no {needs}{did_you_mean(_model_in(folder, needs))}"
+
+
+def _model_in(checkpoint_dir: Path, needs: str) -> str | None:
+    """Return the final model in a folder of checkpoints, or else its newest checkpoint, or None."""
+    steps = [path for path in checkpoint_dir.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    newest_first = sorted(steps, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    return next((str(path) for path in [checkpoint_dir / "final", *newest_first] if (path / needs).is_file()), None)
 
 
 def _sections_of(config: LoopMasterConfig) -> list[tuple[str, ResponseDataConfig | PromptDataConfig]]:

@@ -65,12 +65,14 @@ def find_config(path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    names = [*BASE_OF.values(), *exemplar_names()]
     if Path(path).is_dir():
         raise ConfigurationError(f"{path}: is a folder, expected a YAML file")
     folder = Path(path).parent
-    beside = [str(folder / other.name) for other in folder.glob("*.yaml")]
-    suggestion = nearest(str(path), beside) or nearest(Path(path).name, names)
+    # Names without folder and ending, which would make any two names alike.
+    shipped = {Path(name).stem: name for name in (*BASE_OF.values(), *exemplar_names())}
+    beside = {other.stem: str(folder / other.name) for other in folder.glob("*.yaml")}
+    stem = Path(path).stem
+    suggestion = beside.get(nearest(stem, beside) or "") or shipped.get(nearest(stem, shipped) or "")
     raise ConfigurationError(f"{path}: no such file{did_you_mean(suggestion)}{WHERE_THE_SHIPPED_ARE_LISTED}")
 
 

@@ -134,7 +134,7 @@ def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
 
 
 def machines(theirs: Theirs, translation: Translation) -> None:
-    """Translate the machines of the policy and of separate engines."""
+    """Translate the machines of the policy and of separate engines, and the optimizer's place where they share GPUs."""
     values = translation.values
     nodes, gpus = theirs.get("cluster.num_nodes", 1), theirs.get("cluster.gpus_per_node", 1)
     place = "policy.generation.colocated"
@@ -148,6 +148,12 @@ def machines(theirs: Theirs, translation: Translation) -> None:
             values["cluster.roles.generation"] = {"num_nodes": own_nodes, "gpus_per_node": own_gpus or gpus}
             nodes -= own_nodes or 0
         translation.changed.append(f"{place}.enabled: the engines' GPUs are counted separately from the policy's")
+    elif translation.generates and theirs.get("policy.generation.backend", "vllm") == "vllm":
+        values["policy.offload_optimizer_for_generation"] = True
+        translation.changed.append(
+            "policy.offload_optimizer_for_generation: true, as NeMo-RL always moves the optimizer to the host while"
+            " colocated engines generate"
+        )
     values |= {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus}
 
 

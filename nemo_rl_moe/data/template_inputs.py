@@ -90,6 +90,13 @@ def _tools_of_functions(value: object) -> list[ToolDefinition] | None:
     return [{"type": "function", "function": each} for each in functions]
 
 
+def _wrapped(definition: object) -> object:
+    """Return a definition in the standard form if it is the bare function, as in LLaMA-Factory's `tools`."""
+    names = set(definition) if isinstance(definition, Mapping) else set()
+    is_bare = {"name", "parameters"} <= names and not {"type", "function"} & names
+    return {"type": "function", "function": definition} if is_bare else definition
+
+
 def _tools(value: object) -> TemplateInputs:
     definitions = decoded_json(value, TOOLS)
     if not is_list(definitions):
@@ -97,6 +104,7 @@ def _tools(value: object) -> TemplateInputs:
     if definitions and all(isinstance(each, str) for each in definitions):
         return TemplateInputs(tool_names=tuple(definitions))
     definitions = without_nulls(definitions) if not isinstance(value, str) else definitions
+    definitions = [_wrapped(definition) for definition in definitions]
     for index, definition in enumerate(definitions):
         if (problem := definition_problem(definition)) is not None:
             raise RecordError(f"{TOOLS}[{index}]: {problem}")

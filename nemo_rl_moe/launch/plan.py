@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout, parameters and memory of a run, calculated without starting the run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,18 @@ from nemo_rl_moe.config.checks_run import model_folder_exists, role_model_folder
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.plan_gpus import UNITS, aligned, engine_lines, fit_line, has_engine_beside, moment_lines, table
+from nemo_rl_moe.launch.plan_changes import change_lines
+from nemo_rl_moe.launch.plan_gpus import (
+    UNITS,
+    aligned,
+    engine_lines,
+    fit_line,
+    fit_of,
+    has_engine_beside,
+    moment_lines,
+    table,
+    unit_for,
+)
 from nemo_rl_moe.launch.plan_roles import role_lines, role_memories
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
@@ -46,9 +57,16 @@ _ONLY_WHERE_THERE_ARE_ANY = (_TOWER, _IN_THE_OPTIMIZER, _HOST)
 _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels, what the allocator cannot use"
 
 
-def print_plan(config: MasterConfig, target: Target | None = None) -> None:
-    """Print the plan of a run, for machines like this one or for `target`. Of the models, only `config.json` is
-    read."""
+def print_plan(
+    config: MasterConfig, target: Target | None = None, load: Callable[[Sequence[str]], MasterConfig] | None = None
+) -> None:
+    """Print the plan of a run. Of the models, only `config.json` is read.
+
+    Args:
+        target: Machines. None: machines like this one.
+        load: Function that loads the configuration with further overrides, to find changes with which a run fits. None:
+            no search.
+    """
     if problems := [*model_folder_exists(config), *role_model_folders_exist(config)]:
         raise ConfigurationError(problems)
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
@@ -65,7 +83,10 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
     if has_engine_beside(config):
         memory += ["", *moment_lines(config, transformer, hf_config, target)]
     if target is not None:
-        memory.append(f"  {fit_line(config, transformer, hf_config, target)}")
+        fit = fit_of(config, transformer, hf_config, target)
+        memory.append(f"  {fit_line(fit, target)}")
+        if not fit.is_fitting and load is not None:
+            memory += [f"    {line}" for line in change_lines(config, fit, target, load)]
     if roles:
         memory += ["", *role_lines(roles, target)]
     for line in [*memory, ""]:
@@ -132,8 +153,7 @@ def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
-    # Small models for experiments are reported in smaller units.
-    unit = "GB" if max(worker.peak_at_least for worker in workers) >= 10**8 else "MB"
+    unit = unit_for(worker.peak_at_least for worker in workers)
     heads = [f"stage {stage}" for stage in stages] if len(stages) > 1 else [unit]
     place = "GPU" if config.cluster.gpus_per_node else "host"
     heading = f"{place} memory of each worker, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"

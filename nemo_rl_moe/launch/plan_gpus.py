@@ -3,7 +3,8 @@
 """Lines of a plan on the GPUs of a run: engines, the memory of a GPU at each moment, and whether it fits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_moe.config.engine import EngineSize
@@ -65,18 +66,44 @@ def moment_lines(
     return [f"Memory of a GPU with {size} GB at each moment, at least, in GB:", *lines, estimates]
 
 
-def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> str:
-    """Return the line that states whether the run fits the target's GPUs at its fullest moment, and how much memory
-    remains."""
+@dataclass(frozen=True)
+class Fit:
+    """Whether a run fits its GPUs.
+
+    Attributes:
+        moment: The fullest moment of the fullest GPU.
+        memory: Bytes of a GPU.
+        engines_lack_room: Whether an engine's weights and a cache are more than its share.
+    """
+
+    moment: Entry
+    memory: int
+    engines_lack_room: bool
+
+    @property
+    def is_fitting(self) -> bool:
+        return self.moment.total <= self.memory and not self.engines_lack_room
+
+    def __str__(self) -> str:
+        return f"{self.moment.total / UNITS['GB']:.2f} of {self.memory / UNITS['GB']:g} GB"
+
+
+def fit_of(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> Fit:
+    """Return whether the run fits the target's GPUs at its fullest moment."""
     memory = target.card.memory_gb * UNITS["GB"]
     moment = fullest(moments_of_the_fullest(config, transformer, hf_config, memory))
+    return Fit(moment, memory, _engines_lack_room(config, transformer, hf_config, memory))
+
+
+def fit_line(fit: Fit, target: Target) -> str:
+    """Return the line that states whether the run fits the target's GPUs, and how much memory remains."""
     of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
-    needed = f"{moment.total / UNITS['GB']:.2f} GB {moment.event}"
-    if moment.total > memory:
+    needed = f"{fit.moment.total / UNITS['GB']:.2f} GB {fit.moment.event}"
+    if fit.moment.total > fit.memory:
         return f"{target}: does not fit: {needed} are more than {of_it}"
-    if _engines_lack_room(config, transformer, hf_config, memory):
+    if fit.engines_lack_room:
         return f"{target}: does not fit: an engine's weights and a cache are more than its share of {of_it}"
-    return f"{target}: fits, with {1 - moment.total / memory:.0%} of {of_it} to spare: {needed}"
+    return f"{target}: fits, with {1 - fit.moment.total / fit.memory:.0%} of {of_it} to spare: {needed}"
 
 
 def moments_of_the_fullest(
@@ -128,7 +155,8 @@ def engine_lines(
     memory = engine_memory(size, transformer, hf_config)
     on_the_way = bytes_on_the_way(config, transformer, hf_config)
     on_gpus = config.cluster.gpus_per_node > 0
-    unit = "GB" if memory.weights >= 10**8 else "MB"
+    workers = _workers(config, transformer, hf_config)
+    unit = unit_for(worker.peak_at_least for worker in workers)
 
     def shown(value: float) -> str:
         return f"{value / UNITS[unit]:.2f}"
@@ -140,7 +168,6 @@ def engine_lines(
         (f"key-value cache of a sequence, {longest} tokens", shown(memory.cache_of_a_token * longest)),
     ]
     if on_gpus:
-        workers = _workers(config, transformer, hf_config) if has_engine_beside(config) else []
         if size.gpu_memory_utilization is not None:
             share = f"a GPU's share for its engine ({section}.gpu_memory_utilization)"
             rows.append((share, f"{size.gpu_memory_utilization:g}"))
@@ -167,7 +194,7 @@ def _device_rows(
     trainer's ranks `workers`."""
     rows = []
     least = memory.fits_from(0, utilization)
-    if workers and beside is not None:
+    if beside is not None:
         least = max(smallest_device(worker, beside, utilization) for worker in workers)
         held = max(worker.while_generating for worker in workers)
         rows += [
@@ -182,6 +209,11 @@ def _device_rows(
         value = f"{cache / UNITS['GB']:.2f}{sequences}" if fits else "they do not fit"
         rows.append((f"GPUs with {size} GB: key-value cache, in GB", value))
     return rows
+
+
+def unit_for(totals: Iterable[int]) -> str:
+    """Return the unit of a plan's tables: GB, or MB if all of the totals (in bytes) are below 1 GB."""
+    return "GB" if max(totals) >= UNITS["GB"] else "MB"
 
 
 def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[int]]], unit: str) -> list[str]:

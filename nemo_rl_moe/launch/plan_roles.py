@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_rl_moe.config.algorithm import roles_of
 from nemo_rl_moe.config.role_keys import role_problems
@@ -11,11 +12,11 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError, counted
-from nemo_rl_moe.launch.plan_gpus import UNITS, table
+from nemo_rl_moe.launch.plan_gpus import UNITS, table, unit_for
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES
-from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.transformer_config import TransformerConfig, build_transformer_config
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,19 @@ def role_memories(config: MasterConfig) -> dict[str, RoleMemory]:
     return {name: _role_memory(config, name, role) for name, role in roles_of(config).items()}
 
 
+def role_transformer(config: MasterConfig, name: str, role: RoleModelConfig) -> tuple[Any, TransformerConfig]:
+    """Return the configuration of a role's model and its TransformerConfig. Errors name the role's keys."""
+    try:
+        hf_config = load_hf_config(role.model_name)
+        return hf_config, build_transformer_config(role.as_policy(config.policy), hf_config)
+    except ConfigurationError as error:
+        raise ConfigurationError(role_problems(config, name, error.problems)) from error
+
+
 def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> RoleMemory:
     place = config.cluster.place_of(name)
     alone = config.model_copy(update={"policy": role.as_policy(config.policy), "cluster": place})
-    try:
-        hf_config = load_hf_config(role.model_name)
-        transformer = build_transformer_config(alone.policy, hf_config)
-    except ConfigurationError as error:
-        raise ConfigurationError(role_problems(config, name, error.problems)) from error
+    hf_config, transformer = role_transformer(config, name, role)
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(alone, transformer, hf_config, stage) for stage in stages]
     trains = isinstance(role, TrainedRoleConfig)
@@ -70,7 +76,7 @@ def role_lines(memories: dict[str, RoleMemory], target: Target | None) -> Iterat
     if not memories:
         return
     found = memories.values()
-    unit = "GB" if max(each.total for each in found) >= 10**8 else "MB"
+    unit = unit_for(each.total for each in found)
     heads = ["weights", "gradients", "optimizer", "process", "sum"]
     rows = [(each.label, (each.weights, each.gradients, each.optimizer, each.process, each.total)) for each in found]
     yield f"Memory of each worker beside the policy, held all the time, in {unit} of {UNITS[unit]:,} bytes:"

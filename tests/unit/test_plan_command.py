@@ -92,6 +92,13 @@ def test_interleaved_stages_and_plain_microbatches(
     assert "host memory of each worker, by arithmetic, in MB of 1,000,000 bytes:" in printed
 
 
+def test_a_plan_below_1_gb_is_in_mb(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["policy.model_name=tiny_qwen3_moe_tools", "policy.init=random", "cluster.gpus_per_node=0"]
+    rows, printed = planned(capsys, "grpo_math_1B.yaml", *model)
+    assert 100 < float(rows["at the fullest moment, at least"]) < 1000
+    assert "host memory of each worker, by arithmetic, in MB of 1,000,000 bytes:" in printed
+
+
 def test_reference_weights_are_reported_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, "loss_fn.reference_policy_kl_penalty=0.01")
     assert values(printed)["in the host's memory: reference weights"] == "3.44"
@@ -337,6 +344,62 @@ def test_an_engine_beside_the_trainer_counts(capsys: pytest.CaptureFixture[str])
     _, printed, _ = plan(capsys, *whole)
     assert "  8xH100: does not fit: an engine's weights and a cache are more than its share of the 80 GB" in printed
     assert values(printed)["GPUs with 80 GB: key-value cache, in GB"] == "they do not fit"
+
+
+OFFLOAD_TO_THE_HOST = (
+    f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true {MEGATRON}.optimizer.optimizer_cpu_offload=true"
+)
+SHARE = "policy.generation.vllm.gpu_memory_utilization"
+HELP: list[tuple[list[str], list[str]]] = [
+    (
+        [
+            "grpo_qwen3_30b_a3b_80gb.yaml",
+            *("policy.generation.backend=vllm", "policy.generation.vllm.tensor_parallel_size=4", f"{SHARE}=0.8"),
+            "policy.offload_optimizer_for_generation=false",
+        ],
+        # The first value is that of the recipe's test, with the offload.
+        ["policy.offload_optimizer_for_generation=true (77.65 of 80 GB)", f"{SHARE}=0.3 (78.51 of 80 GB)"],
+    ),
+    (
+        ["sft_qwen3_30b_a3b.yaml", f"{MEGATRON}.expert_model_parallel_size=2"],
+        [f"{OFFLOAD_TO_THE_HOST} (68.32 of 80 GB)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "changes"), HELP)
+def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
+    words: list[str], changes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [words[0], QWEN3_30B_A3B, *words[1:], "--target", "8xH100"]
+    code, printed, errors = plan(capsys, *chosen)
+    assert (code, errors) == (0, "")
+    found = re.findall(r"^    fits with (.*)$", printed, re.MULTILINE)
+    assert found == changes
+    for line in found:
+        change, _, sizes = line.partition(" (")
+        again = plan(capsys, *chosen, *change.split())[1]
+        assert "  8xH100: fits, with " in again
+        assert f" to spare: {sizes.split()[0]} GB " in again
+        assert "fits with" not in again
+
+
+def test_a_plan_that_no_single_change_makes_fit_names_the_nearest_and_recipes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engines = ["policy.generation.backend=vllm", "policy.generation.vllm.tensor_parallel_size=1"]
+    chosen = ["grpo_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, *engines, "--target", "8xH100"]
+    printed = plan(capsys, *chosen)[1]
+    recipes = re.findall(r"^    shipped configurations of the model that fit: (.*)$", printed, re.MULTILINE)
+    assert "grpo_qwen3_30b_a3b_8xh100.yaml (69.64 of 80 GB)" in recipes[0]
+    assert "2x8xh100" not in recipes[0], "its engines have another machine"
+    assert "fits with" not in printed
+    small = ["grpo_qwen3_30b_a3b_8xh100.yaml", QWEN3_30B_A3B, "--target", "8xA100-40GB"]
+    printed = plan(capsys, *small)[1]
+    nearest = re.search(r"^    no single change fits; the nearest is (.*) \((.*) of 40 GB\)$", printed, re.MULTILINE)
+    assert nearest is not None
+    assert f"  8xA100-40GB: does not fit: {nearest[2]} GB " in plan(capsys, *small, *nearest[1].split())[1]
+    assert "shipped configurations" not in printed
 
 
 def test_unreadable_configuration_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -42,10 +42,12 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
     rows_of,
     sequences_of,
 )
+from nemo_rl_moe.runs.folder.folder import newest_run_folders, read_run_id
 
 AUTO, CAPTURE, TRACE = "auto", "capture", "nemo-rl-trace"
 FORMATS = (AUTO, CAPTURE, *ADAPTERS, TRACE)
 _OF_TRAINING = ("training_experts", "margins", "training_logprobs", "repeated_experts", "repeated_logprobs")
+_SAVE_CAPTURE = "policy.megatron_cfg.routing_measurements.save_capture"
 Steps = tuple[int | None, int | None]
 
 
@@ -82,6 +84,8 @@ def open_source(
         DataError: There is nothing to read.
     """
     capture = _capture_folder(path) if kind in (AUTO, CAPTURE) else None
+    if capture is None and kind in (AUTO, CAPTURE) and (problem := _problem_of_run(path)) is not None:
+        raise DataError(problem)
     if capture is not None or kind == CAPTURE:
         if training is not None:
             raise DataError(f"--training {training}: is for other formats; a capture has its own columns for training")
@@ -108,6 +112,15 @@ def open_source(
 def _capture_folder(path: Path) -> Path | None:
     """Return the capture folder at a path or in the folder of a run, if any."""
     return path if described_by(path).is_file() else existing_capture(path)
+
+
+def _problem_of_run(path: Path) -> str | None:
+    """Return the problem of a run's folder without a capture, or of a log folder, or None for any other path."""
+    if read_run_id(path) is not None:
+        return f"{path}: the run has no capture; {_SAVE_CAPTURE}=true saves the routes that a run measures"
+    runs = [run for run in newest_run_folders(path) if read_run_id(run) is not None]
+    found = next((run for run in runs if existing_capture(run) is not None), next(iter(runs), None))
+    return None if found is None else f"{path}: is the log folder of runs; did you mean {found}?"
 
 
 def _format_hint(path: Path) -> str:

@@ -37,11 +37,11 @@ REFUSED_TOGETHER: dict[tuple[str, ...], str] = {
     " later batches may be larger",
     (PIPELINE_2, "cluster.cpu_workers_per_node=3"): "cluster: 3 workers (num_nodes 1 x cpu_workers_per_node 3) cannot"
     " be divided by 2 (policy.megatron_cfg: tensor_model_parallel_size 1 x pipeline_model_parallel_size 2 x"
-    " context_parallel_size 1); take a multiple of 2 workers",
+    f" context_parallel_size 1); take a multiple of 2 workers, or lower {PIPELINE_2.partition('=')[0]} to 1",
     (f"{M}.expert_model_parallel_size=4", "cluster.num_nodes=3", "policy.train_global_batch_size=384"): "cluster: 6"
     " workers (num_nodes 3 x cpu_workers_per_node 2) cannot be divided by 4 (policy.megatron_cfg:"
     " expert_model_parallel_size 4 x expert_tensor_parallel_size 1 x pipeline_model_parallel_size 1); take a multiple"
-    " of 4 workers",
+    f" of 4 workers, or lower {M}.expert_model_parallel_size to 2",
     ("policy.train_global_batch_size=101", "policy.dynamic_batching.enabled=true"): "policy.train_global_batch_size:"
     " got 101, expected a multiple of 2 (2 data-parallel ranks); nearest: 100 or 102",
     ("policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=true"): "policy.sequence_packing.enabled"

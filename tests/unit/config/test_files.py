@@ -75,6 +75,14 @@ def test_missing_file_names_the_nearest(problems_of: Problems) -> None:
     ]
 
 
+def test_missing_file_names_no_other_that_only_ends_alike(tmp_path: Path, problems_of: Problems) -> None:
+    write(tmp_path, "pose.yaml", "defaults: sft_tiny_moe.yaml")
+    for path in ("nope.yaml", str(tmp_path / "nope.yaml")):
+        assert problems_of(config=path) == [
+            f"{path}: no such file (nemo-rl-moe config --help lists the shipped configurations)"
+        ]
+
+
 def test_missing_file_names_the_nearest_beside_it(tmp_path: Path) -> None:
     path = write(tmp_path, "my_run.yaml", "defaults: sft_tiny_moe.yaml")
     with pytest.raises(ConfigurationError, match=re.escape(f"my_rn.yaml: no such file; did you mean {path}?")):

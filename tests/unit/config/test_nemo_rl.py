@@ -292,6 +292,22 @@ def test_the_optimizer_s_memory_is_carried_over(
     assert problems_of_translation(translation) == []
 
 
+def test_the_optimizer_leaves_gpus_that_engines_share(tmp_path: Path) -> None:
+    key = "policy.offload_optimizer_for_generation"
+    shared, apart, trainer = (
+        grpo(tmp_path, **changes)
+        for changes in (
+            {},
+            {"policy__generation__colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}},
+            {"policy__generation__backend": "megatron"},
+        )
+    )
+    assert shared.values[key] is True
+    assert any(line.startswith(f"{key}: true, as NeMo-RL always ") for line in shared.changed)
+    assert problems_of_translation(shared) == []
+    assert not any(key in translation.values for translation in (apart, trainer))
+
+
 @pytest.mark.parametrize("engine", ["megatron_cfg", "dtensor_cfg"])
 def test_environment_variables_are_those_of_the_engine_that_is_on(tmp_path: Path, engine: str) -> None:
     changes: dict[str, Any] = {

@@ -6,6 +6,7 @@ import pytest
 
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.config.role_keys import key_of_role, role_problems
+from nemo_rl_moe.errors import ConfigurationError
 
 SECOND = ("+distillation.teachers.writer=${distillation.teachers.teacher}", "+cluster.roles.writer={}")
 LAYOUT, LONGEST = "megatron_cfg", "policy.max_total_sequence_length"
@@ -62,3 +63,14 @@ def test_a_frozen_model_has_no_learning_rate() -> None:
     config = load_any_config("distillation_tiny_moe.yaml", [], check_paths=False)
     line = "policy.megatron_cfg.optimizer.lr: got 1"
     assert role_problems(config, "teacher", [line]) == [f"role teacher: {line}"]
+
+
+def test_a_teacher_with_too_many_ranks_names_its_key() -> None:
+    teacher = "distillation.teachers.teacher"
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(
+            "distillation_tiny_moe.yaml", [f"{teacher}.{LAYOUT}.expert_model_parallel_size=8"], check_paths=False
+        )
+    (problem,) = caught.value.problems
+    assert problem.startswith("cluster.roles.teacher: ")
+    assert problem.endswith(f" or lower {teacher}.{LAYOUT}.expert_model_parallel_size to 1")

@@ -376,6 +376,15 @@ def test_the_old_form_of_calls(functions):
     assert beside == {"role": "assistant", "content": "I add.", "tool_calls": [call]}
 
 
+@pytest.mark.parametrize("tools", [[FUNCTION], json.dumps([FUNCTION, ADD])])
+def test_tools_of_llama_factory_are_bare_functions(tools):
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
+    turns = [{"from": "human", "value": "q"}, call, {"from": "observation", "value": "2"}]
+    record = {"conversations": [*turns, {"from": "gpt", "value": "a"}], "tools": tools}
+    expected = ({"type": "function", "function": FUNCTION}, *([ADD] if isinstance(tools, str) else []))
+    assert parse_record(record, "f:1").inputs.tools == expected
+
+
 def test_other_things_under_the_keys_of_the_old_form():
     empty = {**ANSWER, "function_call": {"name": None, "arguments": None}}
     assert parse_record({"messages": [USER, empty], "functions": "sin, cos"}, "f:1") == parse_record(

@@ -83,3 +83,20 @@ def test_all_that_is_missing_is_named_at_once(folder: Path, capsys: pytest.Captu
     assert cli.main(["config", "--config", "my_run.yaml", *words]) == 2
     keys = [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()]
     assert keys == ["data.train.path", "logger.backends", "env.reward.function"]
+
+
+def test_the_layout_of_a_local_model_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also for GPUs that this machine lacks, and for roles."""
+    stages = "megatron_cfg.pipeline_model_parallel_size"
+    batches = ["policy.train_global_batch_size=48", "grpo.num_prompts_per_step=6", "policy.train_micro_batch_size=1"]
+    three = ["cluster.cpu_workers_per_node=3", f"policy.{stages}=3", *batches]
+    gpus = ["cluster.gpus_per_node=1", "policy.megatron_cfg.model_overrides={attention_backend: flash}"]
+    assert cli.main(["config", "--config", "my_run.yaml", *gpus]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["config", "--config", "my_run.yaml", *three]) == 2
+    assert capsys.readouterr().err.startswith(f"error: policy.{stages}: got 3 (x 1 virtual stages), which does not ")
+    teacher = f"distillation.teachers.teacher.{stages}=3"
+    words = ["distillation_tiny_moe.yaml", teacher, "cluster.roles.teacher.cpu_workers_per_node=3"]
+    models = [f"policy.model_name={TINY}", f"distillation.teachers.teacher.model_name={TINY}"]
+    assert cli.main(["config", "--config", *words, *models]) == 2
+    assert f"error: distillation.teachers.teacher.{stages}: got 3" in capsys.readouterr().err

@@ -147,3 +147,17 @@ def test_sequences_are_no_longer_than_the_model_has_positions() -> None:
 def test_vllm_that_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="vllm, which is not installed; install it with: make vllm"):
         generate(generate_config("policy.generation.backend=vllm"), None, with_logprobs=False)
+
+
+def test_a_folder_of_checkpoints_names_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results/a/step_11").mkdir(parents=True)  # without a model
+    for name in ("step_9", "step_10", "final"):
+        (tmp_path / "results/a" / name).mkdir()
+        (tmp_path / "results/a" / name / "config.json").write_text("{}")
+        for words, key in (
+            (["generate", "--model", "results/a", "--prompts", "prompts.txt"], "--model"),
+            (["evaluate", "--config", "grpo_tiny_moe.yaml", "policy.model_name=results/a"], "policy.model_name"),
+        ):
+            assert cli.main(words) == 2
+            hint = f"did you mean results/a/{name}?"
+            assert capsys.readouterr().err == f"error: {key}: the folder results/a holds no config.json; {hint}\n"

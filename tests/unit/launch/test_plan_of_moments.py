@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
-from nemo_rl_moe.launch.plan_gpus import engine_size, fit_line, moments_of_the_fullest
+from nemo_rl_moe.launch.plan_gpus import engine_size, fit_line, fit_of, moments_of_the_fullest
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, engine_memory, refit_bytes
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, worker_memory
@@ -135,6 +135,6 @@ def test_plan_reports_what_the_order_of_a_run_comes_to(
     most = max(moment.total for moment in found)
     assert most == device.totals["engine wakes"] + device.refit
     assert fullest(found).total == most
-    line = fit_line(*planned, machines)
+    line = fit_line(fit_of(*planned, machines), machines)
     assert line.startswith(f"{target}: fits, with {1 - most / size:.0%} of the ")
     assert f" to spare: {most / 1e9:.2f} GB " in line

@@ -19,6 +19,7 @@ from nemo_rl_moe.routing.audit.audited_run import AuditedRun
 from nemo_rl_moe.routing.audit.command import COMPARISONS
 from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
+from nemo_rl_moe.runs.folder.folder import create_run_folder
 
 DESCRIPTION = CaptureDescription((0, 1, 2), 8, 2, "a test")
 
@@ -347,6 +348,12 @@ def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFix
         (["pipe.jsonl"], "pipe.jsonl: cannot be read: expected a regular file, got a pipe or a device"),
         (["notes.json"], "notes.json: is of no format that is known; --format takes auto, capture"),
         (["empty", "--format", "capture"], "capture.json: no description of a capture"),
+        (
+            ["logs/exp_001"],
+            "the run has no capture; policy.megatron_cfg.routing_measurements.save_capture=true",
+        ),
+        (["logs/exp_001", "--format", "capture"], "logs/exp_001: the run has no capture; policy.megatron_cfg."),
+        (["logs"], "logs: is the log folder of runs; did you mean logs/exp_002?"),
         (["capture", "--steps", "5:8"], "capture: holds none of the chosen steps"),
         (["capture", "--json", "none/audit.json"], "--json none/audit.json: cannot be written"),
     ],
@@ -360,6 +367,9 @@ def test_what_cannot_be_read_is_reported(
 ) -> None:
     write_capture(tmp_path / "capture")
     (tmp_path / "empty").mkdir()
+    runs = [create_run_folder(tmp_path / "logs") for _ in range(3)]
+    write_capture(runs[1] / "capture")
+    (runs[0] / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "notes.txt").write_text("routes")
     (tmp_path / "notes.json").write_text("[1]")
     os.mkfifo(tmp_path / "pipe.jsonl")
