@@ -359,7 +359,7 @@ def play(
         tool_format, no_tools = None, str(error)
     with EndpointServer(MODEL) as server:
         workers = cast(AgentWorkers, ThreadWorkers(agent))
-        rules = RequestRules(MODEL, session.sampling, no_tools)
+        rules = RequestRules(MODEL, session.sampling, no_tools, is_strict=False)
         environment = AgentEnvironment(rules, tool_format, max_turns, server, workers, weights)
         return session, asyncio.run(environment.rollout(session))
 

@@ -70,7 +70,8 @@ def prepare_program(driver: EndpointDriverConfig, setup: DriverSetup, program: P
         if driver.format is not None:
             raise
         no_tools = str(error).partition(": ")[2]
-    make_rules = partial(RequestRules, setup.config.policy.model_name, setup.sampling, no_tools)
+    model, is_strict = setup.config.policy.model_name, driver.agent_requests == "strict"
+    make_rules = partial(RequestRules, model, setup.sampling, no_tools, is_strict=is_strict)
     log = Path(f"{str(setup.config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
 
     start = partial(running_agents, driver, program, make_rules, tool_format, setup.env.reward_weights, log)

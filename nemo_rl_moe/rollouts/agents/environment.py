@@ -27,6 +27,7 @@ from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 REFUSED = "agent/refused_requests"
+OTHER_SAMPLING = "agent/other_sampling_requests"
 CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")
 
 
@@ -167,7 +168,7 @@ class _Talk:
         self._branches = Branches(session, session.continuation)
         self._unread: dict[str, dict[str, Any]] = {}
         self._calls = WireCalls(session, CALL_METRICS)
-        session.metrics[REFUSED] = 0.0
+        session.metrics.update(dict.fromkeys((REFUSED, OTHER_SAMPLING), 0.0))
         self.limit: Exception | None = None
 
     async def answer(self, asked: _Asked) -> None:
@@ -197,6 +198,7 @@ class _Talk:
             return unread
         session = self._session
         request = self._rules.parse(body)
+        session.metrics[OTHER_SAMPLING] += bool(request.differences)
         self._calls.note_results(request.messages)
         if len(session.turns) >= self._max_turns:
             self.limit = RequestError(

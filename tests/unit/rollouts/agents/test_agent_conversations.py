@@ -160,6 +160,16 @@ def test_a_streamed_reply_is_the_reply_in_one_event() -> None:
     assert [(piece.choices[0].delta.content, piece.usage) for piece in pieces] == [("hi", None)]
 
 
+def test_requests_with_other_sampling_are_answered_and_counted() -> None:
+    def agent(task: AgentTask) -> float:
+        for more in ({"temperature": 0.1, "seed": 1}, {}):
+            sent(client_of(task), task.messages, **more)
+        return 1.0
+
+    _, found = play(agent, [ended(QWEN, "a"), ended(QWEN, "b")], QWEN)
+    assert (found.reward, found.num_turns, found.metrics["agent/other_sampling_requests"]) == (1.0, 2, 1.0)
+
+
 def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
     """T9: nothing is lost or made up."""
     seen: list[Any] = []
