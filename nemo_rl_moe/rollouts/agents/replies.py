@@ -110,7 +110,7 @@ def reply_to(
 
 
 def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
-    """Return a reply as a stream: one event with the message, and one with the numbers of tokens if `with_usage`."""
+    """Return a reply as a stream: events with the message, its end and, if `with_usage`, the numbers of tokens."""
     [choice] = reply["choices"]
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
@@ -118,7 +118,8 @@ def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
     head = {**reply, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
     rest = {key: value for key, value in choice.items() if key != "message"}
-    chunks = [{**head, "choices": [{**rest, "delta": message}]}]
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    chunks = [{**head, "choices": [{**rest, "delta": message, "finish_reason": None}]}, {**head, "choices": [end]}]
     if with_usage:
         chunks.append({**head, "choices": [], "usage": usage})
     return "".join(f"data: {each}\n\n" for each in (*map(json.dumps, chunks), "[DONE]")).encode()

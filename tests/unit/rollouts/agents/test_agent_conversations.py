@@ -128,7 +128,7 @@ def test_t07_t08_a_tool_is_called_and_answered_once_and_its_definition_is_in_the
     assert found.metrics["agent/tool_calls"] == 2
 
 
-def test_a_streamed_reply_is_the_reply_in_one_event() -> None:
+def test_a_streamed_reply_is_the_reply_in_one_chunk_and_its_end() -> None:
     """Clients put a message together from events, and send it back as their own library has it."""
     seen: list[Any] = []
 
@@ -157,7 +157,10 @@ def test_a_streamed_reply_is_the_reply_in_one_event() -> None:
     assert [reply.usage.completion_tokens for reply in seen] == [len(response) for response in responses]
     pieces: list[Any] = []
     play(lambda task: pieces.extend(sent(client_of(task), task.messages, stream=True)), [ended(QWEN, "hi")], QWEN)
-    assert [(piece.choices[0].delta.content, piece.usage) for piece in pieces] == [("hi", None)]
+    assert [(piece.choices[0].delta.content, piece.choices[0].finish_reason, piece.usage) for piece in pieces] == [
+        ("hi", None, None),
+        (None, "stop", None),
+    ]
 
 
 def test_requests_with_other_sampling_are_answered_and_counted() -> None:
