@@ -11,13 +11,13 @@ from typing import Any
 
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
-from nemo_rl_moe.data.thinking import THINK_START
+from nemo_rl_moe.data.thinking import THINK_START, Thinking
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.agents.branches import Branches, TooLong
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
-from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to
+from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to, without_thinking
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
@@ -57,6 +57,7 @@ class AgentEnvironment:
         tool_format: Format in which the model writes calls. None without tools.
         max_turns: Maximum number of responses of a trajectory. Further requests are refused.
         reward_weights: Weight of each named reward. None if a score is one number.
+        thinking: Marks of the model's thinking, which replies have as `reasoning_content`. None if it has none.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class AgentEnvironment:
         server: EndpointServer,
         workers: AgentWorkers,
         reward_weights: Mapping[str, float] | None,
+        thinking: Thinking | None = None,
     ):
-        self._rules, self._format, self._max_turns = rules, tool_format, max_turns
+        self._rules, self._format, self._max_turns, self._thinking = rules, tool_format, max_turns, thinking
         self._server, self._workers, self._weights = server, workers, reward_weights
 
     async def rollout(self, session: Session) -> Trajectory:
@@ -88,7 +90,7 @@ class AgentEnvironment:
         return leased
 
     async def _driven(self, session: Session, agent: AgentRun) -> Trajectory:
-        talk = _Talk(session, self._rules, self._format, self._max_turns)
+        talk = _Talk(session, self._rules, self._format, self._max_turns, self._thinking)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -162,9 +164,17 @@ class _Talk:
         limit: The last refusal because of a limit of the run. None if a later request was accepted.
     """
 
-    def __init__(self, session: Session, rules: RequestRules, tool_format: ToolFormat | None, max_turns: int):
+    def __init__(
+        self,
+        session: Session,
+        rules: RequestRules,
+        tool_format: ToolFormat | None,
+        max_turns: int,
+        thinking: Thinking | None,
+    ):
         assert session.continuation is not None, "checked before anything starts"
         self._session, self._rules, self._format, self._max_turns = session, rules, tool_format, max_turns
+        self._thinking = thinking
         self._branches = Branches(session, session.continuation)
         self._unread: dict[str, dict[str, Any]] = {}
         self._calls = WireCalls(session, CALL_METRICS)
@@ -215,9 +225,11 @@ class _Talk:
         self.limit = None
         prompt_ids = list(place.sequence.token_ids)
         begins_in_thinking = session.ends_in(THINK_START, place.sequence)
+        is_opened = self._thinking is not None and session.ends_in(self._thinking.start, place.sequence)
         room = session.max_tokens - len(prompt_ids)
         turn = await session.continue_sequence(place.sequence, room, request.max_tokens)
         read = read_turn(turn.text, request, self._format, begins_in_thinking=begins_in_thinking)
+        read = without_thinking(read, self._thinking, is_opened=is_opened)
         message: Message = message_of(read, int(session.metrics[CALL_METRICS.made]))
         ids = [call["id"] for call in message.get("tool_calls", ())]
         self._calls.note(zip(ids, read.calls, strict=True), read.num_malformed)

@@ -163,6 +163,53 @@ def test_a_streamed_reply_is_the_reply_in_one_chunk_and_its_end() -> None:
     ]
 
 
+@pytest.mark.parametrize("sends_thinking", [True, False])
+def test_thinking_is_apart_from_the_answer_and_the_sequence_continues(sends_thinking: bool) -> None:
+    """Many clients do not send thinking back."""
+    seen = []
+    gpt_oss, think = ALL["gpt-oss"], "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+
+    def agent(task: AgentTask) -> float:
+        client, messages = client_of(task), [*task.messages]
+        for _ in range(2):
+            message = sent(client, messages, tools=[TOOL]).choices[0].message.to_dict()
+            seen.append((message["content"], message.get("reasoning_content")))
+            if not sends_thinking:
+                message.pop("reasoning_content", None)
+            answers = [
+                {"role": "tool", "tool_call_id": each["id"], "name": "add"} for each in message.get("tool_calls", ())
+            ]
+            messages += [message, *({**each, "content": "3"} for each in answers or [{"role": "user"}])]
+        return 1.0
+
+    responses = [ended(QWEN, f"<think>\nhm\n</think>\n\n{word}") for word in ("one", "two")]
+    _, found = play(agent, responses, QWEN, keep_rewritten=True)
+    assert (found.fault_message, seen) == ("", [("one", "hm"), ("two", "hm")])
+    assert sampled_of(found) == [joined(responses)]
+    seen.clear()
+    responses = [
+        [*gpt_oss.encode(think + call), gpt_oss.end_ids[1]],
+        ended(gpt_oss, f"{think}<|channel|>final<|message|>two"),
+    ]
+    _, found = play(agent, responses, gpt_oss)
+    assert (found.fault_message, seen) == ("", [(None, "hm"), ("two", "hm")])
+    assert sampled_of(found) == [joined(responses)]
+
+
+def test_answers_that_differ_in_their_thinking_alone_continue_each_its_own_sequence() -> None:
+    def agent(task: AgentTask) -> float:
+        client = client_of(task)
+        replies = [sent(client, task.messages).choices[0].message.to_dict() for _ in range(2)]
+        for reply in replies:
+            sent(client, [*task.messages, reply, {"role": "user", "content": "and?"}])
+        return 1.0
+
+    responses = [ended(QWEN, f"<think>\n{thought}\n</think>\n\nyes") for thought in "abcd"]
+    _, found = play(agent, responses, QWEN, keep_rewritten=True)
+    assert sampled_of(found) == [joined(responses[0::2]), joined(responses[1::2])]
+
+
 def test_requests_with_other_sampling_are_answered_and_counted() -> None:
     def agent(task: AgentTask) -> float:
         for more in ({"temperature": 0.1, "seed": 1}, {}):
