@@ -4,7 +4,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.thinking import THINK_START, Thinking
 from nemo_rl_moe.data.turn_glue import NoExtension
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, printable
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.agents.branches import Branches, TooLong
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
@@ -29,6 +29,9 @@ from nemo_rl_moe.tools.formats.interface import ToolFormat
 REFUSED = "agent/refused_requests"
 OTHER_SAMPLING = "agent/other_sampling_requests"
 CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")
+
+MOST_REPORTED = 20
+"""Most refusals in the transcript of a trajectory, and most kinds of them on the console."""
 
 
 @dataclass
@@ -72,6 +75,7 @@ class AgentEnvironment:
     ):
         self._rules, self._format, self._max_turns, self._thinking = rules, tool_format, max_turns, thinking
         self._server, self._workers, self._weights = server, workers, reward_weights
+        self._reported: set[str] = set()
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory. If the agent returns no reward, the reward function scores the last response."""
@@ -79,6 +83,12 @@ class AgentEnvironment:
             raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
         async with session.place(self._leased, self._workers.give_back) as leased:
             return await self._driven(session, leased.result())
+
+    def _report(self, kind: str, text: str) -> None:
+        """Print the first line of each kind. The run shows the output of the environment's process."""
+        if kind not in self._reported and len(self._reported) < MOST_REPORTED:
+            self._reported.add(kind)
+            print(printable(text), flush=True)
 
     async def _leased(self) -> "Future[AgentRun]":
         leased = self._workers.lease()
@@ -90,7 +100,7 @@ class AgentEnvironment:
         return leased
 
     async def _driven(self, session: Session, agent: AgentRun) -> Trajectory:
-        talk = _Talk(session, self._rules, self._format, self._max_turns, self._thinking)
+        talk = _Talk(session, self._rules, self._format, self._max_turns, self._thinking, self._report)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -139,9 +149,10 @@ class AgentEnvironment:
                 is_over = True
                 while not events.empty():
                     take(events.get_nowait())
-        return await self._finished(session, event, talk.limit)
+        return await self._finished(session, event, talk)
 
-    async def _finished(self, session: Session, end: AgentEnd, limit: Exception | None) -> Trajectory:
+    async def _finished(self, session: Session, end: AgentEnd, talk: "_Talk") -> Trajectory:
+        limit = talk.limit
         if end.fault is Fault.ERROR and limit:
             # Reaching a limit is no failure. With reward 0, an attempt that is too long is never better than an answer.
             if isinstance(limit, TooLong):
@@ -153,7 +164,9 @@ class AgentEnvironment:
         if end.fault is not None:
             return session.failed(end.fault, end.message)
         if not session.turns:
-            return session.failed(Fault.ERROR, "the agent has ended without a request that the model could answer")
+            reason = f"; the last one was refused: {talk.refusal}" if talk.refusal else ""
+            message = f"the agent has ended without a request that the model could answer{reason}"
+            return session.failed(Fault.ERROR, message)
         return session.finish(await session.score() if end.score is None else end.score, end.metrics)
 
 
@@ -162,6 +175,7 @@ class _Talk:
 
     Attributes:
         limit: The last refusal because of a limit of the run. None if a later request was accepted.
+        refusal: The last refusal.
     """
 
     def __init__(
@@ -171,15 +185,17 @@ class _Talk:
         tool_format: ToolFormat | None,
         max_turns: int,
         thinking: Thinking | None,
+        report: Callable[[str, str], None],
     ):
         assert session.continuation is not None, "checked before anything starts"
         self._session, self._rules, self._format, self._max_turns = session, rules, tool_format, max_turns
-        self._thinking = thinking
+        self._thinking, self._report = thinking, report
         self._branches = Branches(session, session.continuation)
         self._unread: dict[str, dict[str, Any]] = {}
         self._calls = WireCalls(session, CALL_METRICS)
         session.metrics.update(dict.fromkeys((REFUSED, OTHER_SAMPLING), 0.0))
         self.limit: Exception | None = None
+        self.refusal: RequestError | None = None
 
     async def answer(self, asked: _Asked) -> None:
         """Answer a request, unless its client has disconnected."""
@@ -188,7 +204,7 @@ class _Talk:
         try:
             reply = await self._reply(asked.body)
         except RequestError as error:
-            self._session.metrics[REFUSED] += 1
+            self._note_refusal(error)
             _refuse(asked, error)
             return
         except BaseException:  # such as the end of the trajectory
@@ -198,6 +214,17 @@ class _Talk:
             asked.reply.set_result(reply)
         else:
             self.keep(_Unread(asked.body, reply))
+
+    def _note_refusal(self, error: RequestError) -> None:
+        self.refusal = error
+        self._session.metrics[REFUSED] += 1
+        if self._session.metrics[REFUSED] <= MOST_REPORTED:
+            self._session.note(f"request refused: {error}")
+        sample = self._session.prompt.sample_id
+        self._report(
+            f"refused {error.parameter or error.code}",
+            f"a request is refused: {error} (sample {sample}); further ones are counted as {REFUSED}",
+        )
 
     def keep(self, unread: _Unread) -> None:
         """Keep a reply for a client that repeats its request, as clients do after a timeout."""
@@ -209,6 +236,12 @@ class _Talk:
         session = self._session
         request = self._rules.parse(body)
         session.metrics[OTHER_SAMPLING] += bool(request.differences)
+        for difference in request.differences:
+            self._report(
+                difference.partition(":")[0],
+                f"{difference}; the run's is used (env.driver.agent_requests: run), and further ones are counted as"
+                f" {OTHER_SAMPLING}",
+            )
         self._calls.note_results(request.messages)
         if len(session.turns) >= self._max_turns:
             self.limit = RequestError(

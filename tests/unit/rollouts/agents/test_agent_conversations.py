@@ -16,6 +16,7 @@ from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.runs.folder.conversations import says_more
 from tests.support.conversations import (
     ALL,
     LOGPROB,
@@ -210,14 +211,32 @@ def test_answers_that_differ_in_their_thinking_alone_continue_each_its_own_seque
     assert sampled_of(found) == [joined(responses[0::2]), joined(responses[1::2])]
 
 
-def test_requests_with_other_sampling_are_answered_and_counted() -> None:
+def test_why_a_request_was_refused_is_on_the_console_and_in_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
     def agent(task: AgentTask) -> float:
-        for more in ({"temperature": 0.1, "seed": 1}, {}):
+        for _ in range(2):
+            error_of(lambda: sent(client_of(task), task.messages, n=2))
+        return 1.0
+
+    _, found = play(agent, [], QWEN)
+    reason = "n: got 2, expected one response to a request (1); leave it out"
+    assert found.fault_message.endswith(f"the last one was refused: {reason}")
+    assert [turn.text for turn in found.conversation[1:]] == [f"request refused: {reason}"] * 2
+    assert says_more(found.conversation[:2])
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"a request is refused: {reason} (sample ")
+
+
+def test_requests_with_other_sampling_are_answered_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    def agent(task: AgentTask) -> float:
+        for more in ({"temperature": 0.1}, {}):
             sent(client_of(task), task.messages, **more)
         return 1.0
 
     _, found = play(agent, [ended(QWEN, "a"), ended(QWEN, "b")], QWEN)
     assert (found.reward, found.num_turns, found.metrics["agent/other_sampling_requests"]) == (1.0, 2, 1.0)
+    assert capsys.readouterr().out.startswith(
+        "temperature: got 0.1, expected the run's policy.generation.temperature ("
+    )
 
 
 def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
