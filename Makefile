@@ -48,9 +48,12 @@ OPENENV_VENV := .venv-openenv
 # Another release than the first, of which neither has what the other has.
 TASKSETS := "verifiers>=0.4,<0.5"
 TASKSETS_VENV := .venv-tasksets
+CLIENTS := "langchain-openai>=1.7" "litellm>=1.110" "openai-agents>=0.24" "smolagents>=1.26"
+CLIENTS_VENV := .venv-clients
 LIBRARIES_VENV := .venv-libraries
 LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed-$(shell echo $(LIBRARIES) $(HERE) | cksum | cut -d' ' -f1)
 TASKSETS_STAMP := $(TASKSETS_VENV)/.installed-$(shell echo $(TASKSETS) $(HERE) | cksum | cut -d' ' -f1)
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed-$(shell echo $(CLIENTS) $(HERE) | cksum | cut -d' ' -f1)
 OPENENV_STAMP := $(OPENENV_VENV)/.installed-$(shell echo $(OPENENV) $(HERE) | cksum | cut -d' ' -f1)
 
 # torch for CUDA on libraries that pretend a GPU, in the releases of constraints-gpu.txt.
@@ -178,14 +181,15 @@ test-trl: $(TEST_STAMP) $(TRL_STAMP) # what runs in trainers of transformers and
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
-libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) # verifiers (both releases), MCP and OpenEnv beside .venv, for the tests of environments and tools from other libraries
+libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) $(CLIENTS_STAMP) # verifiers (both releases), MCP, OpenEnv and clients of agents beside .venv, for the tests of environments and tools from other libraries
 
-test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) # environments of verifiers and OpenEnv, tools of MCP servers; installs them first
+test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) $(CLIENTS_STAMP) # environments of verifiers and OpenEnv, tools of MCP servers, clients of agents; installs them first
 	@OMP_NUM_THREADS=1 $(LIBRARIES_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py tests/functional/test_taskset_runs.py \
 		-m "full or not full" $(PYTEST_ARGUMENTS)
 	@OMP_NUM_THREADS=1 $(TASKSETS_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_v1.py \
 		tests/functional/test_taskset_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
+	@OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/unit/rollouts/agents/test_client_libraries.py $(PYTEST_ARGUMENTS)
 	@OMP_NUM_THREADS=1 $(OPENENV_VENV)/bin/python -m pytest tests/unit/rollouts/test_openenv_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 
@@ -260,7 +264,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) $(TASKSETS_VENV) $(FAKE_CARD_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) $(TASKSETS_VENV) $(CLIENTS_VENV) $(FAKE_CARD_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
@@ -356,6 +360,9 @@ $(LIBRARIES_STAMP): $(STAMP)
 
 $(TASKSETS_STAMP): $(STAMP)
 	$(call MAKE_BESIDE,$(TASKSETS_VENV),$(TASKSETS))
+
+$(CLIENTS_STAMP): $(STAMP)
+	$(call MAKE_BESIDE,$(CLIENTS_VENV),$(CLIENTS))
 
 $(OPENENV_STAMP): $(STAMP)
 	$(call MAKE_BESIDE,$(OPENENV_VENV),$(OPENENV))

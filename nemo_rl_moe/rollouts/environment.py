@@ -325,6 +325,10 @@ class Session:
         else:
             self._transcript.add_unread(messages)
 
+    def note(self, text: str) -> None:
+        """Add a text to the transcript that the model does not read, such as why a request was refused."""
+        self._transcript.add_given(text, None)
+
     def note_call(self, call: ToolUse, seconds: float = 0.0) -> None:
         """Add a tool call of the last response to the transcript for people.
 

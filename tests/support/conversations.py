@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.corrected_templates import CORRECTED
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.speech import describe_speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, one_line
@@ -357,10 +358,11 @@ def play(
         no_tools = None
     except ConfigurationError as error:
         tool_format, no_tools = None, str(error)
+    thinking = describe_speech(family.tokenizer).thinking
     with EndpointServer(MODEL) as server:
         workers = cast(AgentWorkers, ThreadWorkers(agent))
-        rules = RequestRules(MODEL, session.sampling, no_tools)
-        environment = AgentEnvironment(rules, tool_format, max_turns, server, workers, weights)
+        rules = RequestRules(MODEL, session.sampling, no_tools, is_strict=False)
+        environment = AgentEnvironment(rules, tool_format, max_turns, server, workers, weights, thinking)
         return session, asyncio.run(environment.rollout(session))
 
 

@@ -14,7 +14,7 @@ from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
-from nemo_rl_moe.rollouts.agents.environment import CALL_METRICS, REFUSED
+from nemo_rl_moe.rollouts.agents.environment import CALL_METRICS, OTHER_SAMPLING, REFUSED
 from nemo_rl_moe.rollouts.environment import CACHED_TOKENS
 from nemo_rl_moe.rollouts.libraries.openenv_environment import FAILED_STEPS, STEPS
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX
@@ -54,7 +54,16 @@ def training_keys() -> set[str]:
 
 def step_metrics(environment: str = "") -> dict[str, float]:
     """Return metrics of the responses of a step with dynamic sampling."""
-    of_environments = (STEPS, FAILED_STEPS, f"{METRIC_PREFIX}...", *METRICS, UNKNOWN_CALLS, *CALL_METRICS, REFUSED)
+    of_environments = (
+        STEPS,
+        FAILED_STEPS,
+        f"{METRIC_PREFIX}...",
+        *METRICS,
+        UNKNOWN_CALLS,
+        *CALL_METRICS,
+        REFUSED,
+        OTHER_SAMPLING,
+    )
     of_session = dict.fromkeys((KEPT_MASS, CACHED_TOKENS, *of_environments), 1.0)
     rollouts = [
         with_tokens(trajectory(reward=1.0, rewards={"NAME": 1.0}), tokens_of([10], [5, 1]), tokens_of([10, 5], [1])),

@@ -31,6 +31,9 @@ class EndpointDriverConfig(DriverConfig):
     format: Text | None
     """Format in which the model calls the tools that the agent's requests define. The formats are the same as with the
     driver kind `tools`. null: the format of the chat template."""
+    agent_requests: Literal["strict", "run"]
+    """Answer to a request that asks for other sampling than the run's, such as another `temperature`. `run` uses the
+    run's sampling and counts the request. `strict` refuses the request."""
     limits: AgentLimitsConfig
     """Limits of agents."""
     max_turns: PositiveInt

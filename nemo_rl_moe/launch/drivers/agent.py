@@ -11,6 +11,8 @@ from pathlib import Path
 
 from nemo_rl_moe.config.environments.agent import AgentConfig, EndpointDriverConfig
 from nemo_rl_moe.config.user_code import import_function_of_task
+from nemo_rl_moe.data.speech import describe_speech
+from nemo_rl_moe.data.thinking import Thinking
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, in_separate_process
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
@@ -70,10 +72,12 @@ def prepare_program(driver: EndpointDriverConfig, setup: DriverSetup, program: P
         if driver.format is not None:
             raise
         no_tools = str(error).partition(": ")[2]
-    make_rules = partial(RequestRules, setup.config.policy.model_name, setup.sampling, no_tools)
+    model, is_strict = setup.config.policy.model_name, driver.agent_requests == "strict"
+    make_rules = partial(RequestRules, model, setup.sampling, no_tools, is_strict=is_strict)
     log = Path(f"{str(setup.config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
 
-    start = partial(running_agents, driver, program, make_rules, tool_format, setup.env.reward_weights, log)
+    thinking = describe_speech(setup.tokenizer, kwargs=setup.config.data.chat_template_kwargs).thinking
+    start = partial(running_agents, driver, program, make_rules, tool_format, setup.env.reward_weights, log, thinking)
     return in_separate_process(setup, f"env.driver: {driver.named}", start)
 
 
@@ -85,6 +89,7 @@ def running_agents(
     tool_format: ToolFormat | None,
     reward_weights: Mapping[str, float] | None,
     log: Path,
+    thinking: Thinking | None,
 ) -> Iterator[Environment]:
     """Run the endpoint and the agents' processes within this context, and yield the environment. Called in the
     environment's process.
@@ -92,8 +97,9 @@ def running_agents(
     Args:
         tool_format: Format in which the model writes tool calls. None: requests must have no tools.
         log: File to which the agents' output is written.
+        thinking: Marks of the model's thinking. None if it has none.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     rules = make_rules()
     with EndpointServer(rules.model) as server, AgentWorkers(program, driver.limits.num_workers, log) as workers:
-        yield AgentEnvironment(rules, tool_format, driver.max_turns, server, workers, reward_weights)
+        yield AgentEnvironment(rules, tool_format, driver.max_turns, server, workers, reward_weights, thinking)

@@ -14,18 +14,22 @@ from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, MessageKey, k
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 
+_REASONING = "reasoning_content"
+
 
 @dataclass(frozen=True)
 class _Response:
     """A response, with the conversation up to it.
 
     Attributes:
-        keys: Keys of all messages, the response included.
+        keys: Keys of all messages, the response included. They have no thinking, which many clients do not send back.
+        reasoning: Thinking of the response, if the agent got it separately.
         prompted: The messages before the response, with their tokens.
         sequence: The sequence with the response. The tokens of the response end before index `size`.
     """
 
     keys: tuple[MessageKey, ...]
+    reasoning: str | None
     tools: tuple[ToolDefinition, ...]
     prompted: Extension
     token_ids: TokenIds
@@ -98,14 +102,19 @@ class Branches:
         """
         keys = (*map(key_of, place.request.messages), key_of(message))
         tools, sequence = place.request.tools, place.sequence
-        self._responses.append(_Response(keys, tools, place.prompted, token_ids, sequence, len(sequence)))
+        reasoning = message.get(_REASONING)
+        self._responses.append(_Response(keys, reasoning, tools, place.prompted, token_ids, sequence, len(sequence)))
 
     def _earlier(self, request: ChatRequest) -> _Response | None:
-        """Return the last response among the messages of a request, if it is known."""
+        """Return the last response among the messages of a request, if it is known.
+
+        Of several with the same text, it is the one with the same thinking, or the newest.
+        """
         keys = tuple(map(key_of, request.messages))
         size = next((index for index in range(len(keys), 0, -1) if keys[index - 1][0] == "assistant"), 0)
-        known = reversed(self._responses)
-        return next((each for each in known if each.keys == keys[:size] and each.tools == request.tools), None)
+        known = [each for each in self._responses if each.keys == keys[:size] and each.tools == request.tools]
+        reasoning = request.messages[size - 1].get(_REASONING)
+        return max(reversed(known), key=lambda each: each.reasoning == reasoning, default=None)
 
     def _after(self, earlier: _Response, request: ChatRequest) -> Place:
         prompted, session = earlier.prompted, self._session

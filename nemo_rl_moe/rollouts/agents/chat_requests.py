@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for chat completions. Parameters that would change the run's sampling are refused."""
+"""Requests for chat completions. The run's sampling holds, whatever a request asks for."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,6 +25,8 @@ _WITHOUT_EFFECT = (
     "stream_options",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
 )
 """Parameters that do not change a response."""
 
@@ -58,6 +60,7 @@ class ChatRequest:
         max_tokens: Maximum number of tokens of the response. None for the run's limit.
         wants_logprobs: Whether the reply has the log-probability of each token.
         wants_token_ids: Whether the reply has the token ids of prompt and response.
+        differences: One line for each parameter that asks for other sampling than the run's, which is used.
     """
 
     messages: tuple[Message, ...]
@@ -66,9 +69,12 @@ class ChatRequest:
     max_tokens: int | None = None
     wants_logprobs: bool = False
     wants_token_ids: bool = False
+    differences: tuple[str, ...] = ()
 
 
 MessageKey = tuple[str, str, str]
+_Check = Callable[[Any], str | None]
+"""Returns what is expected instead of a value, or None if the value is allowed."""
 
 
 def key_of(message: Message) -> MessageKey:
@@ -96,43 +102,58 @@ class RequestRules:
     Args:
         sampling: The run's sampling, which requests cannot change.
         no_tools: Reason why requests cannot have tools. None if they can.
+        is_strict: Whether a request that asks for other sampling is refused. If not, the run's sampling is used.
     """
 
-    def __init__(self, model: str, sampling: SamplingParameters, no_tools: str | None = None):
-        self.model, self._no_tools = model, no_tools
+    def __init__(self, model: str, sampling: SamplingParameters, no_tools: str | None = None, *, is_strict: bool):
+        self.model, self._no_tools, self._is_strict = model, no_tools, is_strict
         fixed = {
             "temperature": ("policy.generation.temperature", sampling.temperature),
             "top_p": ("policy.generation.top_p", sampling.top_p),
             "top_k": ("policy.generation.top_k", -1 if sampling.top_k is None else sampling.top_k),
         }
-        self._checks: dict[str, Callable[[Any], str | None]] = {
-            **{name: _must_equal(value, f"the run's {key}") for name, (key, value) in fixed.items()},
+        no_template = "none: data.chat_template_kwargs sets how prompts are rendered"
+        self._always: dict[str, _Check] = {
             "n": _must_equal(1, "one response to a request"),
             "stream": lambda value: None if isinstance(value, bool) else "true or false",
+            "top_logprobs": _must_equal(0, "the tokens' own log-probabilities alone"),
+            "modalities": _must_equal(["text"], "text alone"),
+        }
+        self._sampling: dict[str, _Check] = {
+            **{name: _must_equal(value, f"the run's {key}") for name, (key, value) in fixed.items()},
+            "min_p": _must_equal(0, "no limit, as training knows none"),
+            "min_tokens": _must_equal(0, "no limit, as training knows none"),
+            "ignore_eos": _must_equal(False, "the end of the turn"),
+            "skip_special_tokens": _must_equal(True, "text without special tokens"),
+            "include_stop_str_in_output": _must_equal(False, "text without stop strings"),
+            "repetition_penalty": _must_equal(1, "no penalty, as training knows none"),
             "presence_penalty": _must_equal(0, "no penalty, as training knows none"),
             "frequency_penalty": _must_equal(0, "no penalty, as training knows none"),
             "logit_bias": _must_equal({}, "none, as training knows none"),
             "response_format": _must_equal({"type": "text"}, "free text, as training knows no constraint"),
             "seed": _must_equal(None, "none: the run draws the seed of each response"),
             "stop": _must_equal([], "none: policy.generation.stop_strings ends responses"),
-            "top_logprobs": _must_equal(0, "the tokens' own log-probabilities alone"),
             "parallel_tool_calls": _must_equal(True, "all calls of a response"),
             "tool_choice": lambda value: (
                 None if value in ("auto", "none") else "auto or none: training knows no constraint"
             ),
+            "chat_template_kwargs": _must_equal({}, no_template),
+            "reasoning_effort": _must_equal(None, no_template),
+            "thinking": _must_equal(None, no_template),
+            "verbosity": _must_equal(None, no_template),
         }
 
     def parse(self, body: object) -> ChatRequest:
         """Parse the body of a request.
 
         Raises:
-            RequestError: The request is malformed, or asks for other sampling than the run's.
+            RequestError: The request is malformed, or asks for what the model cannot do. With strict rules also if it
+                asks for other sampling than the run's.
         """
         if not isinstance(body, Mapping):
             raise RequestError(f"the body is {kind_of(body)}, expected an object with model and messages")
         given = {name: value for name, value in body.items() if value is not None}
-        for name, value in given.items():
-            self._check(name, value)
+        differences = tuple(filter(None, (self._difference(name, value) for name, value in given.items())))
         if (model := given.get("model")) != self.model:
             message = f"model: got {_shown(model)}, expected {self.model!r}, the model in training"
             raise RequestError(message, status=404, code="model_not_found", parameter="model")
@@ -145,19 +166,26 @@ class RequestRules:
             max_tokens=min(limits, default=None),
             wants_logprobs=given.get("logprobs") is True,
             wants_token_ids=given.get("return_token_ids") is True,
+            differences=differences,
         )
 
-    def _check(self, name: str, value: Any) -> None:
+    def _difference(self, name: str, value: Any) -> str | None:
+        """Return how the run's sampling differs from what a parameter asks for."""
         if name in _USED or name in _WITHOUT_EFFECT:
-            return
-        if name not in self._checks:
-            known = (*_USED, *self._checks, *_WITHOUT_EFFECT)
+            return None
+        check = self._always.get(name, self._sampling.get(name))
+        if check is None:
+            known = (*_USED, *self._always, *self._sampling, *_WITHOUT_EFFECT)
             raise RequestError(
                 f"{shortened(name)}: is no parameter that this endpoint knows{did_you_mean(nearest(name, known))}",
                 parameter=name,
             )
-        if (expected := self._checks[name](value)) is not None:
-            raise RequestError(f"{name}: got {_shown(value)}, expected {expected}; leave it out", parameter=name)
+        if (expected := check(value)) is None:
+            return None
+        difference = f"{name}: got {_shown(value)}, expected {expected}"
+        if self._is_strict or name in self._always:
+            raise RequestError(f"{difference}; leave it out", parameter=name)
+        return difference
 
     def _tools(self, value: object) -> tuple[ToolDefinition, ...]:
         if not isinstance(value, list):
@@ -173,7 +201,7 @@ class RequestRules:
         return tuple(value)
 
 
-def _must_equal(allowed: object, expected: str) -> Callable[[Any], str | None]:
+def _must_equal(allowed: object, expected: str) -> _Check:
     shown = "" if isinstance(allowed, dict | list) or allowed is None else f" ({json.dumps(allowed)})"
     return lambda value: None if value == allowed else f"{expected}{shown}"
 

@@ -4,20 +4,20 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
-from nemo_rl_moe.data.thinking import THINK_START
+from nemo_rl_moe.data.thinking import THINK_START, Thinking
 from nemo_rl_moe.data.turn_glue import NoExtension
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, printable
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.agents.branches import Branches, TooLong
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
-from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to
+from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to, without_thinking
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
@@ -27,7 +27,11 @@ from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 REFUSED = "agent/refused_requests"
+OTHER_SAMPLING = "agent/other_sampling_requests"
 CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")
+
+MOST_REPORTED = 20
+"""Most refusals in the transcript of a trajectory, and most kinds of them on the console."""
 
 
 @dataclass
@@ -56,6 +60,7 @@ class AgentEnvironment:
         tool_format: Format in which the model writes calls. None without tools.
         max_turns: Maximum number of responses of a trajectory. Further requests are refused.
         reward_weights: Weight of each named reward. None if a score is one number.
+        thinking: Marks of the model's thinking, which replies have as `reasoning_content`. None if it has none.
     """
 
     def __init__(
@@ -66,9 +71,11 @@ class AgentEnvironment:
         server: EndpointServer,
         workers: AgentWorkers,
         reward_weights: Mapping[str, float] | None,
+        thinking: Thinking | None = None,
     ):
-        self._rules, self._format, self._max_turns = rules, tool_format, max_turns
+        self._rules, self._format, self._max_turns, self._thinking = rules, tool_format, max_turns, thinking
         self._server, self._workers, self._weights = server, workers, reward_weights
+        self._reported: set[str] = set()
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory. If the agent returns no reward, the reward function scores the last response."""
@@ -76,6 +83,12 @@ class AgentEnvironment:
             raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
         async with session.place(self._leased, self._workers.give_back) as leased:
             return await self._driven(session, leased.result())
+
+    def _report(self, kind: str, text: str) -> None:
+        """Print the first line of each kind. The run shows the output of the environment's process."""
+        if kind not in self._reported and len(self._reported) < MOST_REPORTED:
+            self._reported.add(kind)
+            print(printable(text), flush=True)
 
     async def _leased(self) -> "Future[AgentRun]":
         leased = self._workers.lease()
@@ -87,7 +100,7 @@ class AgentEnvironment:
         return leased
 
     async def _driven(self, session: Session, agent: AgentRun) -> Trajectory:
-        talk = _Talk(session, self._rules, self._format, self._max_turns)
+        talk = _Talk(session, self._rules, self._format, self._max_turns, self._thinking, self._report)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -136,9 +149,10 @@ class AgentEnvironment:
                 is_over = True
                 while not events.empty():
                     take(events.get_nowait())
-        return await self._finished(session, event, talk.limit)
+        return await self._finished(session, event, talk)
 
-    async def _finished(self, session: Session, end: AgentEnd, limit: Exception | None) -> Trajectory:
+    async def _finished(self, session: Session, end: AgentEnd, talk: "_Talk") -> Trajectory:
+        limit = talk.limit
         if end.fault is Fault.ERROR and limit:
             # Reaching a limit is no failure. With reward 0, an attempt that is too long is never better than an answer.
             if isinstance(limit, TooLong):
@@ -150,7 +164,9 @@ class AgentEnvironment:
         if end.fault is not None:
             return session.failed(end.fault, end.message)
         if not session.turns:
-            return session.failed(Fault.ERROR, "the agent has ended without a request that the model could answer")
+            reason = f"; the last one was refused: {talk.refusal}" if talk.refusal else ""
+            message = f"the agent has ended without a request that the model could answer{reason}"
+            return session.failed(Fault.ERROR, message)
         return session.finish(await session.score() if end.score is None else end.score, end.metrics)
 
 
@@ -159,16 +175,27 @@ class _Talk:
 
     Attributes:
         limit: The last refusal because of a limit of the run. None if a later request was accepted.
+        refusal: The last refusal.
     """
 
-    def __init__(self, session: Session, rules: RequestRules, tool_format: ToolFormat | None, max_turns: int):
+    def __init__(
+        self,
+        session: Session,
+        rules: RequestRules,
+        tool_format: ToolFormat | None,
+        max_turns: int,
+        thinking: Thinking | None,
+        report: Callable[[str, str], None],
+    ):
         assert session.continuation is not None, "checked before anything starts"
         self._session, self._rules, self._format, self._max_turns = session, rules, tool_format, max_turns
+        self._thinking, self._report = thinking, report
         self._branches = Branches(session, session.continuation)
         self._unread: dict[str, dict[str, Any]] = {}
         self._calls = WireCalls(session, CALL_METRICS)
-        session.metrics[REFUSED] = 0.0
+        session.metrics.update(dict.fromkeys((REFUSED, OTHER_SAMPLING), 0.0))
         self.limit: Exception | None = None
+        self.refusal: RequestError | None = None
 
     async def answer(self, asked: _Asked) -> None:
         """Answer a request, unless its client has disconnected."""
@@ -177,7 +204,7 @@ class _Talk:
         try:
             reply = await self._reply(asked.body)
         except RequestError as error:
-            self._session.metrics[REFUSED] += 1
+            self._note_refusal(error)
             _refuse(asked, error)
             return
         except BaseException:  # such as the end of the trajectory
@@ -188,6 +215,17 @@ class _Talk:
         else:
             self.keep(_Unread(asked.body, reply))
 
+    def _note_refusal(self, error: RequestError) -> None:
+        self.refusal = error
+        self._session.metrics[REFUSED] += 1
+        if self._session.metrics[REFUSED] <= MOST_REPORTED:
+            self._session.note(f"request refused: {error}")
+        sample = self._session.prompt.sample_id
+        self._report(
+            f"refused {error.parameter or error.code}",
+            f"a request is refused: {error} (sample {sample}); further ones are counted as {REFUSED}",
+        )
+
     def keep(self, unread: _Unread) -> None:
         """Keep a reply for a client that repeats its request, as clients do after a timeout."""
         self._unread[_text_of(unread.body)] = unread.reply
@@ -197,6 +235,13 @@ class _Talk:
             return unread
         session = self._session
         request = self._rules.parse(body)
+        session.metrics[OTHER_SAMPLING] += bool(request.differences)
+        for difference in request.differences:
+            self._report(
+                difference.partition(":")[0],
+                f"{difference}; the run's is used (env.driver.agent_requests: run), and further ones are counted as"
+                f" {OTHER_SAMPLING}",
+            )
         self._calls.note_results(request.messages)
         if len(session.turns) >= self._max_turns:
             self.limit = RequestError(
@@ -213,9 +258,11 @@ class _Talk:
         self.limit = None
         prompt_ids = list(place.sequence.token_ids)
         begins_in_thinking = session.ends_in(THINK_START, place.sequence)
+        is_opened = self._thinking is not None and session.ends_in(self._thinking.start, place.sequence)
         room = session.max_tokens - len(prompt_ids)
         turn = await session.continue_sequence(place.sequence, room, request.max_tokens)
         read = read_turn(turn.text, request, self._format, begins_in_thinking=begins_in_thinking)
+        read = without_thinking(read, self._thinking, is_opened=is_opened)
         message: Message = message_of(read, int(session.metrics[CALL_METRICS.made]))
         ids = [call["id"] for call in message.get("tool_calls", ())]
         self._calls.note(zip(ids, read.calls, strict=True), read.num_malformed)

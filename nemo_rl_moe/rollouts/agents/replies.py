@@ -7,11 +7,11 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_moe.data.messages import Message
-from nemo_rl_moe.data.thinking import THINK_END
+from nemo_rl_moe.data.thinking import THINK_END, Thinking
 from nemo_rl_moe.generation.interface import TokenIds
 from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Turn
@@ -24,13 +24,14 @@ class ReadTurn:
     """A response as an agent gets it.
 
     Attributes:
-        content: The text without calls.
+        content: The text without calls and thinking.
         calls: Calls in the response. If a call is malformed, they are empty and `content` is the full text.
     """
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     num_malformed: int = 0
+    reasoning: str = ""
 
 
 def read_turn(text: str, request: ChatRequest, tool_format: ToolFormat | None, *, begins_in_thinking: bool) -> ReadTurn:
@@ -53,9 +54,24 @@ def read_turn(text: str, request: ChatRequest, tool_format: ToolFormat | None, *
     return ReadTurn(_before_calls(text, found, tool_format, schemas, begins_in_thinking=begins_in_thinking), calls)
 
 
+def without_thinking(read: ReadTurn, thinking: Thinking | None, *, is_opened: bool) -> ReadTurn:
+    """Return a response with its thinking as `reasoning`. A response with a malformed call keeps its full text.
+
+    Args:
+        thinking: Marks of the model's thinking. None if it has none.
+        is_opened: Whether the prompt has begun the thinking.
+    """
+    if thinking is None or read.num_malformed:
+        return read
+    reasoning, content = thinking.split(read.content, is_opened=is_opened)
+    return replace(read, content=content, reasoning=reasoning)
+
+
 def message_of(turn: ReadTurn, first_call: int) -> Message:
     """Return a response as a message in OpenAI's form. `first_call` is the number of earlier calls."""
     message: Message = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [
             {
@@ -110,7 +126,7 @@ def reply_to(
 
 
 def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
-    """Return a reply as a stream: one event with the message, and one with the numbers of tokens if `with_usage`."""
+    """Return a reply as a stream: events with the message, its end and, if `with_usage`, the numbers of tokens."""
     [choice] = reply["choices"]
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
@@ -118,7 +134,8 @@ def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
     head = {**reply, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
     rest = {key: value for key, value in choice.items() if key != "message"}
-    chunks = [{**head, "choices": [{**rest, "delta": message}]}]
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    chunks = [{**head, "choices": [{**rest, "delta": message, "finish_reason": None}]}, {**head, "choices": [end]}]
     if with_usage:
         chunks.append({**head, "choices": [], "usage": usage})
     return "".join(f"data: {each}\n\n" for each in (*map(json.dumps, chunks), "[DONE]")).encode()

@@ -120,7 +120,7 @@ def trained(turns: Sequence[ConversationTurn]) -> list[ConversationTurn]:
 
 def says_more(turns: Sequence[ConversationTurn]) -> bool:
     """Return whether a conversation has more than a prompt and a response. Samples store these two texts separately."""
-    return len(turns) > 2 or any(turn.calls for turn in turns)
+    return len(turns) > 2 or any(turn.calls or turn.sequence is None for turn in turns)
 
 
 def conversation_json(turns: Sequence[ConversationTurn]) -> list[dict[str, object]]:

@@ -25,6 +25,7 @@ MAY_NAME_VLLM = {
     "config/nemo_rl.py": "translation of NeMo-RL's keys",
     "config/nemo_rl_grpo.py": "translation of NeMo-RL's keys",
     "config/nemo_rl_keys.py": "translation of NeMo-RL's keys",
+    "config/nemo_rl_training.py": "translation of NeMo-RL's keys",
     "routing/audit": "dumps that vLLM has written",
     "tools/formats/vllm_parsers.py": "its parsers of calls",
     "tools/detection.py": "names of its parsers",

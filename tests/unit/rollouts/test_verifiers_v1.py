@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(not _is_installed(), reason="without verifiers 0
 QWEN = ALL["Qwen2.5, Qwen2-MoE"]
 MODULES = Path(__file__).parents[2] / "support/verifiers_modules"
 CALL = '<tool_call>\n{"name": "adder_add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-RULES = RequestRules(MODEL, SamplingParameters(100))
+RULES = RequestRules(MODEL, SamplingParameters(100), is_strict=True)
 
 
 @pytest.fixture(autouse=True)

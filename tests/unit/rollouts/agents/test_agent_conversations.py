@@ -16,6 +16,7 @@ from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.runs.folder.conversations import says_more
 from tests.support.conversations import (
     ALL,
     LOGPROB,
@@ -128,7 +129,7 @@ def test_t07_t08_a_tool_is_called_and_answered_once_and_its_definition_is_in_the
     assert found.metrics["agent/tool_calls"] == 2
 
 
-def test_a_streamed_reply_is_the_reply_in_one_event() -> None:
+def test_a_streamed_reply_is_the_reply_in_one_chunk_and_its_end() -> None:
     """Clients put a message together from events, and send it back as their own library has it."""
     seen: list[Any] = []
 
@@ -157,7 +158,85 @@ def test_a_streamed_reply_is_the_reply_in_one_event() -> None:
     assert [reply.usage.completion_tokens for reply in seen] == [len(response) for response in responses]
     pieces: list[Any] = []
     play(lambda task: pieces.extend(sent(client_of(task), task.messages, stream=True)), [ended(QWEN, "hi")], QWEN)
-    assert [(piece.choices[0].delta.content, piece.usage) for piece in pieces] == [("hi", None)]
+    assert [(piece.choices[0].delta.content, piece.choices[0].finish_reason, piece.usage) for piece in pieces] == [
+        ("hi", None, None),
+        (None, "stop", None),
+    ]
+
+
+@pytest.mark.parametrize("sends_thinking", [True, False])
+def test_thinking_is_apart_from_the_answer_and_the_sequence_continues(sends_thinking: bool) -> None:
+    """Many clients do not send thinking back."""
+    seen = []
+    gpt_oss, think = ALL["gpt-oss"], "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+
+    def agent(task: AgentTask) -> float:
+        client, messages = client_of(task), [*task.messages]
+        for _ in range(2):
+            message = sent(client, messages, tools=[TOOL]).choices[0].message.to_dict()
+            seen.append((message["content"], message.get("reasoning_content")))
+            if not sends_thinking:
+                message.pop("reasoning_content", None)
+            answers = [
+                {"role": "tool", "tool_call_id": each["id"], "name": "add"} for each in message.get("tool_calls", ())
+            ]
+            messages += [message, *({**each, "content": "3"} for each in answers or [{"role": "user"}])]
+        return 1.0
+
+    responses = [ended(QWEN, f"<think>\nhm\n</think>\n\n{word}") for word in ("one", "two")]
+    _, found = play(agent, responses, QWEN, keep_rewritten=True)
+    assert (found.fault_message, seen) == ("", [("one", "hm"), ("two", "hm")])
+    assert sampled_of(found) == [joined(responses)]
+    seen.clear()
+    responses = [
+        [*gpt_oss.encode(think + call), gpt_oss.end_ids[1]],
+        ended(gpt_oss, f"{think}<|channel|>final<|message|>two"),
+    ]
+    _, found = play(agent, responses, gpt_oss)
+    assert (found.fault_message, seen) == ("", [(None, "hm"), ("two", "hm")])
+    assert sampled_of(found) == [joined(responses)]
+
+
+def test_answers_that_differ_in_their_thinking_alone_continue_each_its_own_sequence() -> None:
+    def agent(task: AgentTask) -> float:
+        client = client_of(task)
+        replies = [sent(client, task.messages).choices[0].message.to_dict() for _ in range(2)]
+        for reply in replies:
+            sent(client, [*task.messages, reply, {"role": "user", "content": "and?"}])
+        return 1.0
+
+    responses = [ended(QWEN, f"<think>\n{thought}\n</think>\n\nyes") for thought in "abcd"]
+    _, found = play(agent, responses, QWEN, keep_rewritten=True)
+    assert sampled_of(found) == [joined(responses[0::2]), joined(responses[1::2])]
+
+
+def test_why_a_request_was_refused_is_on_the_console_and_in_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    def agent(task: AgentTask) -> float:
+        for _ in range(2):
+            error_of(lambda: sent(client_of(task), task.messages, n=2))
+        return 1.0
+
+    _, found = play(agent, [], QWEN)
+    reason = "n: got 2, expected one response to a request (1); leave it out"
+    assert found.fault_message.endswith(f"the last one was refused: {reason}")
+    assert [turn.text for turn in found.conversation[1:]] == [f"request refused: {reason}"] * 2
+    assert says_more(found.conversation[:2])
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"a request is refused: {reason} (sample ")
+
+
+def test_requests_with_other_sampling_are_answered_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    def agent(task: AgentTask) -> float:
+        for more in ({"temperature": 0.1}, {}):
+            sent(client_of(task), task.messages, **more)
+        return 1.0
+
+    _, found = play(agent, [ended(QWEN, "a"), ended(QWEN, "b")], QWEN)
+    assert (found.reward, found.num_turns, found.metrics["agent/other_sampling_requests"]) == (1.0, 2, 1.0)
+    assert capsys.readouterr().out.startswith(
+        "temperature: got 0.1, expected the run's policy.generation.temperature ("
+    )
 
 
 def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:

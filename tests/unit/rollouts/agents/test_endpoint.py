@@ -32,7 +32,7 @@ from tests.support.conversations import ALL, MODEL, QUESTION, ended, scripted_se
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 SAMPLING = SamplingParameters(100, temperature=0.7)
-RULES = RequestRules(MODEL, SAMPLING)
+RULES = RequestRules(MODEL, SAMPLING, is_strict=True)
 BODY: dict[str, Any] = {"model": MODEL, "messages": [QUESTION]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROGRAM = AgentProgram("tests.support.agents_of_tests:agent", (), memory_mb=4000)
@@ -127,6 +127,43 @@ def test_what_changes_nothing_is_accepted() -> None:
     found = RULES.parse(BODY | more | limits | {"messages": [QUESTION, silent, QUESTION]})
     assert found.max_tokens == 5
     assert found.messages[1] == {"role": "assistant", "content": ""}
+
+
+STOPS = ["Observation:", "Calling tools:"]
+OF_CLIENTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"temperature": 0.0, "top_p": 0.9}, ["temperature", "top_p"]),
+    ({"tools": [TOOL], "tool_choice": "required", "stop": STOPS}, ["tool_choice", "stop"]),  # smolagents
+    (
+        {"tools": [TOOL], "parallel_tool_calls": False, "reasoning_effort": "low"},
+        ["parallel_tool_calls", "reasoning_effort"],
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "seed": 1, "verbosity": "low"},
+        ["response_format", "seed", "verbosity"],
+    ),
+    ({"chat_template_kwargs": {"enable_thinking": False}, "min_p": 0.1}, ["chat_template_kwargs", "min_p"]),
+    ({"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": True, "ignore_eos": False}, []),
+    ({"modalities": ["text"], "prediction": {}, "prompt_cache_retention": "24h", "chat_template_kwargs": {}}, []),
+]
+
+
+@pytest.mark.parametrize(("more", "names"), OF_CLIENTS)
+def test_what_clients_ask_for_by_default_is_answered_with_the_run_s_sampling(
+    more: dict[str, Any], names: list[str]
+) -> None:
+    found = RequestRules(MODEL, SAMPLING, is_strict=False).parse(BODY | more)
+    assert [line.partition(": got ")[0] for line in found.differences] == names
+    if names:
+        with pytest.raises(RequestError, match=names[0]):
+            RULES.parse(BODY | more)
+    else:
+        assert RULES.parse(BODY | more).differences == ()
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"max_token": 5}, {"top_logprobs": 3}, {"modalities": ["audio"]}])
+def test_what_no_reply_can_have_is_refused_by_all_rules(more: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(more))):
+        RequestRules(MODEL, SAMPLING, is_strict=False).parse(BODY | more)
 
 
 def command_of(process: psutil.Process) -> str:

@@ -100,7 +100,7 @@ def test_agents_validate_while_others_train(tmp_path: Path) -> None:
     log = tmp_path / "agents.log"
     with EndpointServer(MODEL) as server, AgentWorkers(AGENT, 2, log) as agents:
         environment = RunEnvironment(
-            AgentEnvironment(RequestRules(MODEL, sampling), None, 20, server, agents, None),
+            AgentEnvironment(RequestRules(MODEL, sampling, is_strict=True), None, 20, server, agents, None),
             FakeRewardFunction(),
             continuation=Continuation(QWEN.tokenizer),
         )
