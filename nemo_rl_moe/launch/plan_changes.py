@@ -50,7 +50,7 @@ def change_lines(
 ) -> Iterator[str]:
     """Yield lines on changes with which a run that does not fit the target would fit.
 
-    If no single change suffices, the lines have the one that comes nearest, and the shipped configurations of the same
+    If no single change suffices, the lines have the nearest change, and the shipped configurations of the same
     model and algorithm that fit.
 
     Args:

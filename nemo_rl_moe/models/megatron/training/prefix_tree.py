@@ -133,7 +133,7 @@ class PrefixTree:
 class PathKeys(NamedTuple):
     """Keys of a prefix tree for kernels that take packed sequences.
 
-    Each node is a sequence of queries. Its keys are those of its path from the root, followed by its own.
+    Each node is a sequence of queries. Its keys are the keys of its path from the root, followed by its own.
 
     Attributes:
         tokens: `[keys]`, token of each packed key. The tokens of an inner node occur once for each of its descendants.
