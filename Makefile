@@ -62,6 +62,8 @@ FAKE_CARD_PYTHON ?= $(shell for python in python3.12 $(PYTHON) $(HOME)/.pyenv/ve
 FAKE_CARD_VENV := .venv-fake-card
 FAKE_CARD_STAMP := $(FAKE_CARD_VENV)/.installed-$(HERE)
 FAKE_CARD_LIBRARIES := $(FAKE_CARD_VENV)/.libraries-$(HERE)
+FAKE_CARD_ENGINE := $(FAKE_CARD_VENV)/.transformer-engine-$(HERE)
+FAKE_CARD_HEADERS := $(FAKE_CARD_VENV)/headers/nvidia/cu13/include
 
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
 # Bytecode is kept, whatever the user's shell says: the tests' own takes seconds to make, in each process that reads it.
@@ -76,7 +78,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm test-fake-card demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm test-fake-card fake-card-recipes demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
 
 help: # list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -250,6 +252,10 @@ test-fake-card: $(FAKE_CARD_LIBRARIES) # the code for GPUs on torch for CUDA, wi
 	@[ ! -f $(FAKE_CARD_VENV)/missing ] || echo "[fake-card] skipped for want of a package: $$(cat $(FAKE_CARD_VENV)/missing)"
 	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card $(PYTEST_ARGUMENTS)
 
+fake-card-recipes: $(FAKE_CARD_LIBRARIES) $(FAKE_CARD_ENGINE) # memory of recipes at full size, beside what `plan` says
+	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.full_size.recipes $(FAKE_CARD_ARGUMENTS)
+
 test-vllm: $(TEST_STAMP) $(VLLM_STAMP) # runs of real vLLM engines on CPUs
 	@$(PYTEST) tests/functional -m "vllm and not slow" $(PYTEST_ARGUMENTS)
 
@@ -325,7 +331,14 @@ $(FAKE_CARD_STAMP): pyproject.toml constraints-gpu.txt tests/fake_card/install.p
 
 $(FAKE_CARD_LIBRARIES): $(FAKE_CARD_STAMP) tests/fake_card/build.py $(wildcard tests/fake_card/libraries/*)
 	@echo "[fake-card] the libraries that pretend a GPU"
-	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.build --headers $(FAKE_CARD_VENV)/headers/nvidia/cu13/include
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.build --headers $(FAKE_CARD_HEADERS)
+	@touch $@
+
+# The libraries are built again, as they have the symbols that it asks for. Newer ones do not make it compile again.
+$(FAKE_CARD_ENGINE): $(FAKE_CARD_STAMP) tests/fake_card/compile_transformer_engine.py | $(FAKE_CARD_LIBRARIES)
+	@echo "[fake-card] Transformer Engine, compiled without optimization (0.8 GB, some minutes)"
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.compile_transformer_engine $(FAKE_CARD_VENV)
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.build --headers $(FAKE_CARD_HEADERS)
 	@touch $@
 
 # Without what they depend on: all of that is in .venv, in the releases of constraints.txt.

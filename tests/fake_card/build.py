@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the libraries of the fake card for the torch of this Python, where torch looks for NVIDIA's packages.
 
-Each library has the name of the real one. It has every symbol that torch's libraries ask of it, as `nm` lists them:
+Each library has the name of the real one. It has every symbol that the libraries of torch, and of Transformer Engine
+where it was compiled, ask of it, as `nm` lists them:
 those that `libraries/` defines, and for all others a function that answers 0. With FAKE_CARD_LOG=1 such a function says
 its name when it is called first.
 
@@ -20,6 +21,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.fake_card.environment import LIBRARY_FOLDER, transformer_engine_folder
 
 TRIED = ("2.13.0",)
 """Releases of torch, whose CUDA build ran on the fake card."""
@@ -39,12 +42,17 @@ class Library:
     sources: tuple[str, ...] = ()
 
 
+_PARTS_OF_CUDNN = (
+    *("adv", "cnn", "engines_precompiled", "engines_runtime_compiled", "graph", "heuristic", "ops"),
+)
 # By the beginning of the file's name. A symbol belongs to the first whose expression it fits.
 LIBRARIES = {
     "libcudart": Library(r"(__)?cuda[A-Z]", ("cudart.cpp", "memory.cpp", "late.cpp")),
     "libcublasLt": Library("cublasLt", ("cublaslt.cpp",)),
     "libcublas": Library("cublas"),
     "libcudnn": Library("cudnn", ("cudnn.cpp",)),
+    # Transformer Engine's library names those that cuDNN opens itself. It finds the symbols in the first one.
+    **dict.fromkeys((f"libcudnn_{part}" for part in _PARTS_OF_CUDNN), Library("(?!)")),
     "libcufft": Library("cufft"),
     "libcufile": Library("cuFile"),
     "libcupti": Library("cupti"),
@@ -148,7 +156,8 @@ def build(target: Path, headers: Path) -> None:
         headers: Folder with cuda_runtime_api.h of the CUDA that torch is for.
     """
     target.mkdir(parents=True, exist_ok=True)
-    wanted, versions = asked_for(sorted((torch_folder() / "lib").glob("*.so")))
+    asking = [(torch_folder() / "lib", "*.so"), (transformer_engine_folder(Path(sys.prefix)), "**/*transformer_engine*.so")]
+    wanted, versions = asked_for(sorted(file for folder, names in asking for file in folder.glob(names)))
     with tempfile.TemporaryDirectory(prefix="fake_card_") as scratch:
         for file, symbols in wanted.items():
             sources = LIBRARIES[file.partition(".")[0]].sources
@@ -169,18 +178,13 @@ def _run(*command: str | Path) -> None:
     subprocess.run([str(part) for part in command], check=True)
 
 
-def libraries_folder() -> Path:
-    """Return where torch's libraries look for NVIDIA's: the fake card's lie there."""
-    return torch_folder().parent / "nvidia" / "cu13" / "lib"
-
-
 def main() -> None:
     """Read the command line and build."""
     parser = argparse.ArgumentParser(prog="python -m tests.fake_card.build", description=__doc__)
     parser.add_argument("--headers", type=Path, required=True, metavar="FOLDER", help="with cuda_runtime_api.h")
     options = parser.parse_args()
     require_tried_torch()
-    build(libraries_folder(), options.headers)
+    build(LIBRARY_FOLDER, options.headers)
 
 
 if __name__ == "__main__":

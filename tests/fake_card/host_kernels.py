@@ -8,9 +8,14 @@ states and the threads of autograd. As on a card,
 - operands on the host, or on another card, are refused;
 - a random operation takes its numbers from the card's generator, and moves it on. They are not CUDA's numbers;
 - an operation that waits for the card is reported, if `torch.cuda.set_sync_debug_mode` asks for that.
+
+With FAKE_CARD_UNTOUCHED=1 an operation on large tensors is left to torch's CUDA code, whose kernels do nothing: it
+allocates its results, and their values have no meaning.
 """
 
 import ctypes
+import math
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,6 +39,10 @@ _INDEXES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_
 _ANSWERS_ON_HOST = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 # The host must know a size or a value before it goes on.
 _WAITS = _ANSWERS_ON_HOST | {"nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"}
+
+# With FAKE_CARD_UNTOUCHED: bytes of an operation, and elements of a tensor of floats, that are still computed. Routing
+# maps are, and decide how many rows an expert gets; hidden states and weights are not.
+_MOST_BYTES, _MOST_FLOATS = 24 << 20, 1 << 20
 
 
 def _rms_norm_backward(
@@ -73,6 +82,10 @@ def host_alias(tensor: torch.Tensor) -> torch.Tensor:
 class HostKernels(TorchDispatchMode):
     """Computes on the host what is asked for on a card."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._leaves_large = bool(os.environ.get("FAKE_CARD_UNTOUCHED"))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in ("aten", "prims"):
@@ -87,6 +100,8 @@ class HostKernels(TorchDispatchMode):
             return func(*args, **kwargs)
         if on_card and name not in _COPIES:
             _refuse_strangers(func, tensors, but_on_host=name in _INDEXES)
+        if self._leaves_large and _is_large(name, tensors, args):
+            return func(*args, **kwargs)
         card = on_card[0].device if on_card else _with_index(torch.device(asked_for))
         leaves_card = name == "_to_copy" and asked_for is not None and not makes_on_card
         _report_wait(name, func, args, kwargs, tensors)
@@ -128,6 +143,14 @@ def _is_view(func: Any) -> bool:
     if func._schema.is_mutable:
         return torch.Tag.inplace_view in func.tags
     return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def _is_large(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> bool:
+    num_bytes = sum(each.nbytes for each in tensors)
+    if not tensors or name.startswith("new_"):  # what it makes has the size that it is given
+        sizes = (each for each in args[:2] if isinstance(each, (list, tuple)) and all(isinstance(n, int) for n in each))
+        num_bytes += 8 * sum(map(math.prod, sizes))
+    return num_bytes > _MOST_BYTES or any(each.is_floating_point() and each.numel() > _MOST_FLOATS for each in tensors)
 
 
 def _with_index(device: torch.device) -> torch.device:

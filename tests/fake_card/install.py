@@ -31,7 +31,7 @@ class NotThere(Exception):
 class Environment:
     """A virtual environment, and pip in it."""
 
-    def __init__(self, folder: Path, torch_arguments: str) -> None:
+    def __init__(self, folder: Path, torch_arguments: str = "") -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
         self._torch_arguments = shlex.split(torch_arguments)
@@ -44,24 +44,29 @@ class Environment:
 
     def install_torch(self) -> None:
         """Install torch and CUDA's headers."""
-        self._pip("--no-deps", *self._torch_arguments, "torch")
-        self._pip("--no-deps", "--target", str(self.folder / "headers"), *HEADERS)
-        self._pip(*_OF_TORCH, *_OF_TESTS)
+        self.pip("install", "--no-deps", *self._torch_arguments, "torch")
+        self.pip("install", "--no-deps", "--target", str(self.folder / "headers"), *HEADERS)
+        self.pip("install", *_OF_TORCH, *_OF_TESTS)
 
     def install_training(self) -> None:
         """Install this project with what it needs for training."""
         project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         named = [*project["dependencies"], *project["optional-dependencies"]["train"]]
         others = [each for each in named if re.split("[^a-z-]", each)[0] not in ("torch", *_WITH_TORCH)]
-        self._pip(*others)
-        self._pip("--no-deps", *_WITH_TORCH)
-        self._pip("--no-deps", "--editable", str(REPOSITORY))
+        self.pip("install", *others)
+        self.pip("install", "--no-deps", *_WITH_TORCH)
+        self.pip("install", "--no-deps", "--editable", str(REPOSITORY))
 
-    def _pip(self, *arguments: str) -> None:
+    def pip(self, command: str, *arguments: str) -> None:
+        """Run a command of pip, in the releases of constraints-gpu.txt.
+
+        Raises:
+            NotThere: It fails.
+        """
         options = ("--quiet", "--disable-pip-version-check", "--no-input")
         constraint = ("--constraint", str(REPOSITORY / "constraints-gpu.txt"))
-        command = [str(self.python), "-m", "pip", "install", *options, *constraint, *arguments]
-        result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        called = [str(self.python), "-m", "pip", command, *options, *constraint, *arguments]
+        result = subprocess.run(called, stderr=subprocess.PIPE, text=True, check=False)
         if result.returncode:
             errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
             raise NotThere(errors[-1] if errors else result.stderr[-500:])

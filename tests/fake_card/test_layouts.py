@@ -13,7 +13,7 @@ import pytest
 from tests.fake_card.ranks import run_on_cards
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
-from tests.support.training_run import RankRun, RunSettings, full_weights, train_run
+from tests.support.training_run import RankRun, RunSettings, difference_by_rank, train_run
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -45,19 +45,6 @@ def train_on_card(settings: RunSettings) -> tuple[RankRun, dict[str, int]]:
     }
 
 
-def _gap(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-
-
-def _metrics_gap(found: RankRun, expected: RankRun) -> float:
-    gaps = []
-    for metrics, others in zip(found.moe_metrics, expected.moe_metrics, strict=True):
-        assert metrics.keys() == others.keys()
-        assert len(metrics) > 20
-        gaps += [abs(metrics[key] - others[key]) for key in metrics]
-    return max(gaps)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_on_cards_as_over_gloo(name: str) -> None:
     world_size, changes = LAYOUTS[name]
@@ -65,17 +52,10 @@ def test_layout_trains_on_cards_as_over_gloo(name: str) -> None:
     expected = run_ranks(train_run, world_size, settings)
     answers = run_on_cards(train_on_card, world_size, settings)
     found = [run for run, _ in answers]
-    weights, others = full_weights(found), full_weights(expected)
-    assert weights.keys() == others.keys()
-    gaps = {
-        "loss": max(_gap(run.losses, other.losses) for run, other in zip(found, expected, strict=True)),
-        "norm": max(_gap(run.grad_norms, other.grad_norms) for run, other in zip(found, expected, strict=True)),
-        "metrics": max(_metrics_gap(run, other) for run, other in zip(found, expected, strict=True)),
-        "weights": max(float(abs(weights[key] - others[key]).max()) for key in weights),
-    }
-    print(name, {key: f"{gap:.1e}" for key, gap in gaps.items()}, [proof for _, proof in answers])
-    assert gaps.pop("weights") <= WEIGHTS_TOLERANCE
-    assert max(gaps.values()) <= TOLERANCE, gaps
+    assert all(len(metrics) > 20 for run in found for metrics in run.moe_metrics)
+    gaps = difference_by_rank(found, expected)
+    assert gaps.weights <= WEIGHTS_TOLERANCE
+    assert max(gaps.loss, gaps.grad_norm, gaps.moe_metrics) <= TOLERANCE, gaps
     for _, proof in answers:
         assert proof["bytes"] > 100_000
         assert world_size == 1 or proof["collectives"] > 10

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that hang or crash a job on GPUs are found on the fake card, and named with both ranks' lines."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,13 +67,11 @@ def test_split_sizes_that_differ_are_named() -> None:
 
 
 def test_groups_in_another_order_are_named_when_all_ranks_wait() -> None:
-    began = time.monotonic()
     message = _message(faults.wrong_order, FAKE_CARD_STALL_S="3")
     site = _site("torch.zeros(8", behind=faults.wrong_order)
     assert "NCCL would wait for ever" in message
     for rank in (0, 1):
         assert f"rank {rank}: waits in AllReduce of 8 float32, sum at {site}" in message
-    assert time.monotonic() - began < 150
 
 
 @pytest.mark.parametrize("fault", [faults.dead_rank, faults.skipped_collective_of_the_same_kind])

@@ -161,6 +161,27 @@ def difference(runs: Sequence[RankRun], reference: RankRun) -> Difference:
     )
 
 
+def difference_by_rank(runs: Sequence[RankRun], others: Sequence[RankRun]) -> Difference:
+    """Return the largest differences between two jobs of one layout, rank by rank."""
+    weights, expected = full_weights(runs), full_weights(others)
+    assert weights.keys() == expected.keys()
+    metrics = [
+        (values, wanted)
+        for run, other in zip(runs, others, strict=True)
+        for values, wanted in zip(run.moe_metrics, other.moe_metrics, strict=True)
+    ]
+    assert all(values.keys() == wanted.keys() for values, wanted in metrics)
+    # A comparison with NaN is never true, so that it would be nobody's largest difference.
+    numbers = [*(run.losses + run.grad_norms for run in others), *(list(wanted.values()) for _, wanted in metrics)]
+    assert all(np.isfinite(each).all() for each in (*numbers, *expected.values(), *weights.values()))
+    return Difference(
+        loss=max(_relative(run.losses, other.losses) for run, other in zip(runs, others, strict=True)),
+        grad_norm=max(_relative(run.grad_norms, other.grad_norms) for run, other in zip(runs, others, strict=True)),
+        moe_metrics=max((abs(values[name] - wanted[name]) for values, wanted in metrics for name in values), default=0.0),
+        weights=max(float(np.abs(weights[name] - expected[name]).max()) for name in weights),
+    )
+
+
 def _independent_of_layout(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the overload factors compare ranks, so they depend on the layout; everything else does not."""
     return {name: value for name, value in metrics.items() if "overload" not in name}

@@ -66,13 +66,36 @@ class EngineActors:
         self._placement, self._warn = placement, warn
 
     def start_missing(self) -> None:
-        """Start the missing engines, which have no weights yet."""
+        """Start the missing engines, which have no weights yet.
+
+        An engine that replaces a dead one may start twice: child processes of the dead engine hold their GPU memory until
+        they notice its end, and vLLM refuses to start beside them.
+
+        Raises:
+            GenerationError: An engine cannot start. All engines have been ended.
+        """
         missing = sorted(set(range(self.number)) - {actor.number for actor in self.present})
         if not missing:
             return
+        problems = self._start(missing)
+        if problems and self.num_started > self.number:
+            for actor in [actor for actor in self.present if actor.number in problems]:
+                self.present.remove(actor)
+                actor.end()
+            problems = self._start(sorted(problems))
+        if problems:
+            self.end_all()
+            number, problem = min(problems.items())
+            raise GenerationError(f"vLLM engine {number} of {self.number} cannot start: {problem}")
+        started = [actor for actor in self.present if actor.number in missing]
+        for actor, window in self.ask(lambda handle: handle.window.remote(), started)[0]:
+            actor.window = window or sys.maxsize
+
+    def _start(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Start engines, and return the problems of those that do not start."""
         actor_class = ray.remote(concurrency_groups={PROGRESS: 1})(VllmWorker)
         started = []
-        for number in missing:
+        for number in numbers:
             # With equal seeds, engines would use the same random numbers for different requests.
             seed = self._settings.seed + number + self.num_started * self.number
             settings = replace(self._settings, gpus=self._placement.gpus(number), seed=seed)
@@ -90,12 +113,7 @@ class EngineActors:
                 problem = reason_of(error)
             if problem is not None:
                 problems[calls[call]] = problem
-        if problems:
-            self.end_all()
-            number, problem = min(problems.items())
-            raise GenerationError(f"vLLM engine {number} of {self.number} cannot start: {problem}")
-        for actor, window in self.ask(lambda handle: handle.window.remote(), started)[0]:
-            actor.window = window or sys.maxsize
+        return problems
 
     def give_up(self, actor: EngineActor, reason: str) -> None:
         """End an engine, and warn with the reason."""

@@ -320,6 +320,10 @@ def sleeping_parts(engine: Any) -> list[str]:
     return [*parts, "scheduler"] if engine.is_sleeping() else parts
 
 
+_ROWS_AT_A_TIME = 64
+"""Rows of logits that are divided by a temperature at a time. vLLM reserves no memory for a copy of all logits."""
+
+
 @dataclass
 class PromptTemperature:
     """Temperature of the log-probs of prompt tokens, which do not pass the sampler and its temperature."""
@@ -349,7 +353,14 @@ def report_logprobs_at_temperature(runner: Any) -> PromptTemperature:
 
     def compute_at_temperature(logits: torch.Tensor) -> Any:
         # Prompt tokens are scored outside of the sampler.
-        return compute(logits.float() / (temperatures[0] if temperatures else of_prompts.value))
+        scale = temperatures[0] if temperatures else logits.new_full((len(logits), 1), of_prompts.value, dtype=torch.float32)
+        if len(logits) <= _ROWS_AT_A_TIME:
+            return compute(logits.float() / scale)
+        found = torch.empty_like(logits, dtype=torch.float32)
+        parts = (tensor.split(_ROWS_AT_A_TIME) for tensor in (found, logits, scale))
+        for of_part, part, of_rows in zip(*parts, strict=True):
+            of_part.copy_(compute(part.float() / of_rows))
+        return found
 
     sampler.forward = forward_with_temperature
     sampler.compute_logprobs = compute_at_temperature

@@ -8,6 +8,7 @@ own report (`enable_return_routed_experts`) needs its other model runner, whose 
 at the temperature.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 
 _FIRST_TOKENS = 256
 """Initial capacity, in tokens, for the routes of a request. The capacity doubles as needed."""
+_STEPS_ON_THE_WAY = 2
+"""Maximum number of steps whose copies to the host may be running. vLLM prepares a step while the last one runs."""
 
 
 @dataclass
@@ -38,6 +41,12 @@ class _Step:
     done: Int[np.ndarray, " requests"]
     rows: Tensor
     copied: Any
+
+    def holds(self, request: str, num_tokens: int) -> bool:
+        """Return whether this step computed some of the first tokens of a request."""
+        return any(
+            _is_of(each, request) and done < num_tokens for each, done in zip(self.requests, self.done, strict=True)
+        )
 
 
 class RouteRecorder:
@@ -57,13 +66,14 @@ class RouteRecorder:
         for position, module in enumerate(moe):
             module.router.set_capture_fn(lambda experts, position=position: self._note(position, experts))
         self._routes: dict[str, Int[np.ndarray, "tokens moe_layers topk"]] = {}
-        self._staging: Tensor | None = None
-        self._step: _Step | None = None
+        self._taken: set[str] = set()
+        self._staging: deque[Tensor] = deque()
+        self._steps: deque[_Step] = deque()
         self.is_on = False
         forward = runner._model_forward
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._settle()
+            self._settle(_STEPS_ON_THE_WAY - 1)
             output = forward(*args, **kwargs)
             if self.is_on and moe:
                 self._stage()
@@ -77,17 +87,22 @@ class RouteRecorder:
 
     def start(self) -> None:
         """Forget all requests, and start recording."""
-        self._step = None
+        self._steps.clear()
         self._routes.clear()
+        self._taken.clear()
         self.is_on = self._reports
 
     def take(self, request_id: str, num_tokens: int) -> Int[np.ndarray, "tokens moe_layers topk"] | None:
         """Remove and return the routes of a request's tokens, -1 if never computed; None if it has no routes."""
-        self._settle()
-        key = next((key for key in self._routes if key == request_id or key.startswith(f"{request_id}-")), None)
+        # The step that runs now may have sampled one token more for the request. Nobody needs that token's routes.
+        behind = next((n for n, step in enumerate(reversed(self._steps)) if step.holds(request_id, num_tokens)), None)
+        if behind is not None:
+            self._settle(behind)
+        key = next((key for key in self._routes if _is_of(key, request_id)), None)
         if key is None:
             return None
         found = self._routes.pop(key)[:num_tokens]
+        self._taken.add(key)
         whole = np.full((num_tokens, *found.shape[1:]), UNKNOWN, dtype=np.int16)
         whole[: len(found)] = found
         return whole
@@ -112,28 +127,31 @@ class RouteRecorder:
         # Not the model's positions, which for images are rows and columns instead of positions in the sequence.
         done = self._runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
         on_gpu = self._buffer.is_cuda
-        if self._staging is None:
-            self._staging = torch.empty(self._buffer.shape, dtype=torch.int16, pin_memory=on_gpu)
-        rows = self._staging[: starts[-1]]
+        if not self._staging:
+            shape, count = self._buffer.shape, _STEPS_ON_THE_WAY
+            self._staging.extend(torch.empty(shape, dtype=torch.int16, pin_memory=on_gpu) for _ in range(count))
+        rows = self._staging[0][: starts[-1]]
+        self._staging.rotate()
         rows.copy_(self._buffer[: starts[-1]], non_blocking=on_gpu)
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
-        self._step = _Step(requests, starts, done, rows, copied)
+        self._steps.append(_Step(requests, starts, done, rows, copied))
 
-    def _settle(self) -> None:
-        """Store the routes of the last step by request.
+    def _settle(self, most: int) -> None:
+        """Store the routes of the oldest steps by request, until at most `most` steps are left.
 
-        Their copy to the host has finished by now, because the tokens of the step have been sampled.
+        Waits for a step's copy to the host. The copy follows the step's forward pass.
         """
-        if self._step is None:
-            return
-        step, self._step = self._step, None
-        if step.copied is not None:
-            step.copied.synchronize()
-        rows = step.rows.numpy()
-        for number, request in enumerate(step.requests):
-            of_request = rows[step.starts[number] : step.starts[number + 1]]
-            first, last = int(step.done[number]), int(step.done[number]) + len(of_request)
-            self._room(request, last, of_request.shape[1:])[first:last] = of_request
+        while len(self._steps) > most:
+            step = self._steps.popleft()
+            if step.copied is not None:
+                step.copied.synchronize()
+            rows = step.rows.numpy()
+            for number, request in enumerate(step.requests):
+                if request in self._taken:
+                    continue
+                of_request = rows[step.starts[number] : step.starts[number + 1]]
+                first, last = int(step.done[number]), int(step.done[number]) + len(of_request)
+                self._room(request, last, of_request.shape[1:])[first:last] = of_request
 
     def _room(self, request: str, num_tokens: int, shape: tuple[int, ...]) -> Int[np.ndarray, "tokens moe_layers topk"]:
         """Return the rows of a request, grown to at least `num_tokens`."""
@@ -145,3 +163,8 @@ class RouteRecorder:
                 larger[: len(rows)] = rows
             rows = self._routes[request] = larger
         return rows
+
+
+def _is_of(key: str, request_id: str) -> bool:
+    """Return whether the runner's name of a request is that of the request with this id."""
+    return key == request_id or key.startswith(f"{request_id}-")

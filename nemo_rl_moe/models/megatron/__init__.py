@@ -9,6 +9,9 @@ temporary folders that stay after a kill.
 
 import sys
 
+import torch
+
+from nemo_rl_moe.distributed.cuda_libraries import prefer_libraries_of_torch
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  before megatron.core
 
 
@@ -23,4 +26,6 @@ def _import_without_wandb() -> None:
             del sys.modules["wandb"]
 
 
+if torch.version.cuda is not None:
+    prefer_libraries_of_torch()  # Megatron-Core imports Transformer Engine
 _import_without_wandb()

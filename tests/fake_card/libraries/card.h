@@ -7,6 +7,8 @@
 //   FAKE_CARD_COUNT       cards of the machine (1)
 //   FAKE_CARD_GB          memory of each, in 10^9 bytes (85, as an H100 has)
 //   FAKE_CARD_LOG         1: functions that only answer 0 say their name, once each
+//   FAKE_CARD_UNTOUCHED   1: of blocks above 1 MiB only the size counts. Nothing is read or written there, so that a
+//                         model of any size fits into a small host
 #pragma once
 #include <cstddef>
 #include <cstdlib>
@@ -39,6 +41,12 @@ inline int cards() {
 inline size_t capacity() {
   const char *text = getenv("FAKE_CARD_GB");
   return size_t((text ? atof(text) : 85.0) * 1e9);
+}
+
+// Whether so many bytes of the card are left alone.
+inline bool untouched(size_t bytes) {
+  static const bool is_on = getenv("FAKE_CARD_UNTOUCHED");
+  return is_on && bytes > 1 << 20;
 }
 
 }  // namespace fake_card

@@ -37,8 +37,14 @@ cudaError_t allocate(void **pointer, size_t size, Kind kind) {
 
 cudaError_t release(void *pointer) { return !pointer || give_back(pointer) ? cudaSuccess : cudaErrorInvalidValue; }
 
+bool on_card(const void *pointer) {
+  Block block;
+  return find(pointer, &block, nullptr) && block.kind != Kind::PINNED;
+}
+
 cudaError_t copy(void *to, const void *from, size_t size) {
-  if (size) memmove(to, from, size);
+  if (!size || (untouched(size) && (on_card(to) || on_card(from)))) return cudaSuccess;
+  memmove(to, from, size);
   return cudaSuccess;
 }
 
@@ -172,7 +178,7 @@ EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemset(void *pointer, int value, size_t size) {
-  memset(pointer, value, size);
+  if (!untouched(size)) memset(pointer, value, size);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t) {

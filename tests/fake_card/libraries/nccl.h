@@ -8,6 +8,7 @@
 //   FAKE_CARD_FOLDER     where the files of a job lie, the same for its ranks; needed for two ranks and more
 //   FAKE_CARD_STALL_S    seconds in which all ranks wait and nothing moves, until that is an error (10)
 //   FAKE_CARD_TIMEOUT_S  seconds that one call may wait (120)
+//   FAKE_CARD_ALONE      1: this process plays one rank of many, without the others. They give what it gives itself
 //   RANK, WORLD_SIZE     as for torch.distributed
 #pragma once
 #include <unistd.h>
@@ -81,6 +82,7 @@ struct Call {
 };
 
 int number(const char *variable, int otherwise);
+bool is_alone();
 double seconds(const char *variable, double otherwise);
 size_t size_of(int type);
 const char *type_name(int type);

@@ -282,6 +282,19 @@ def test_log_probs_are_those_of_each_requests_temperature() -> None:
     torch.testing.assert_close(sampler.compute_logprobs(logits), (logits / 0.25).log_softmax(-1))
 
 
+def test_log_probs_of_many_requests_are_computed_in_parts() -> None:
+    sampler, rows = Sampler(), 2 * releases._ROWS_AT_A_TIME + 3
+    sizes = []
+    compute = sampler.compute_logprobs
+    sampler.compute_logprobs = lambda logits: (sizes.append(len(logits)), compute(logits))[1]  # type: ignore[method-assign, func-returns-value]
+    releases.report_logprobs_at_temperature(SimpleNamespace(sampler=sampler))
+    logits = torch.randn(rows, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    temperature = torch.linspace(0.5, 2.0, rows)
+    found = sampler.forward(logits, SimpleNamespace(temperature=temperature))
+    torch.testing.assert_close(found, (logits.float() / temperature[:, None]).log_softmax(-1))
+    assert sizes == [releases._ROWS_AT_A_TIME, releases._ROWS_AT_A_TIME, 3]
+
+
 def test_requirements_of_a_wheel_without_what_an_engine_never_imports(tmp_path: Path) -> None:
     wheel = tmp_path / "vllm.whl"
     asked = (

@@ -1,0 +1,118 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What torch's allocator has handed out at the fullest moment of a phase, and which lines of Python asked for it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Event = Mapping[str, Any]
+_PASSING = ("/site-packages/torch/", "/tests/fake_card/host_kernels.py", "/contextlib.py")
+"""Parts of files through which each allocation passes."""
+_MOST_EVENTS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Block:
+    """An allocation.
+
+    Attributes:
+        lines: Innermost first, each as `file.py:function`.
+    """
+
+    address: int
+    size: int
+    lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, event: Event) -> "Block":
+        frames = [each for each in event.get("frames", ()) if not any(part in each["filename"] for part in _PASSING)]
+        lines = tuple(f"{each['filename'].rpartition('/')[2]}:{each['name']}" for each in frames)
+        return cls(event["addr"], event["size"], lines)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Memory in a phase, in bytes.
+
+    Attributes:
+        held: Allocated at its end.
+        blocks: Allocated at its fullest moment.
+    """
+
+    name: str
+    peak: int
+    held: int
+    reserved: int
+    blocks: tuple[Block, ...]
+
+
+class History:
+    """The allocations of this process on its card, phase by phase. Make it before anything is allocated."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Event] = {}
+        self._record()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[list[Phase]]:
+        """A frame around a phase. At its end the list has the phase."""
+        for event in self._take():
+            _apply(self._held, event)
+        torch.cuda.reset_peak_memory_stats()
+        found: list[Phase] = []
+        yield found
+        events = self._take()
+        fullest = at_peak(self._held, events)
+        for event in events:
+            _apply(self._held, event)
+        blocks = tuple(map(Block.of, fullest))
+        peak = torch.cuda.max_memory_allocated()
+        # The allocator rounds sizes up.
+        assert 0 <= peak - sum(block.size for block in blocks) < peak / 500
+        found.append(Phase(name, peak, torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved(), blocks))
+
+    def _take(self) -> list[Event]:
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        assert len(events) < _MOST_EVENTS
+        self._record()
+        return list(events)
+
+    def _record(self) -> None:
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=_MOST_EVENTS, clear_history=True
+        )
+
+
+def at_peak(held: Mapping[int, Event], events: Iterable[Event]) -> list[Event]:
+    """Return the allocations at the fullest moment, the first of several.
+
+    Args:
+        held: Allocations before the events, by address.
+    """
+    events = list(events)
+    now = most = sum(event["size"] for event in held.values())
+    last = 0
+    sizes = {address: event["size"] for address, event in held.items()}
+    for number, event in enumerate(events, 1):
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"]
+            now += event["size"]
+        elif event["action"] == "free_requested":
+            now -= sizes.pop(event["addr"])
+        if now > most:
+            most, last = now, number
+    at_last = dict(held)
+    for event in events[:last]:
+        _apply(at_last, event)
+    return list(at_last.values())
+
+
+def _apply(held: dict[int, Event], event: Event) -> None:
+    if event["action"] == "alloc":
+        held[event["addr"]] = event
+    elif event["action"] == "free_requested":
+        del held[event["addr"]]

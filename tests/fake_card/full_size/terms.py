@@ -1,0 +1,51 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The terms of `plan`, and which lines of a step allocate what each of them stands for."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from tests.fake_card.full_size.history import Block
+
+OTHER = "other"
+_STATISTICS_BYTES = 2 << 20
+"""A norm allocates its output and its statistics in one line. Statistics of 8,192 tokens are smaller than this."""
+
+# Beginning of a line, as `file.py:function`; beginning of a line further out; term. The first that fits a block is its.
+_LINES = (
+    ("gemm.py:get_cublas_workspace", "", "workspaces"),
+    ("", "chunked_head.py:", "head"),
+    ("rope.py:forward", "", "attention"),
+    ("utils.py:get_qkv_layout", "", "attention"),
+    ("kernels.py:fused_attn_fwd", "", "attention"),
+    ("attention.py:get_query_key_value_tensors", "", "query_key_norms"),
+    ("_common.py:apply_normalization", "", "norms"),
+    ("rmsnorm.py:op_forward", "", "norms"),
+    ("fused_bias_dropout.py:", "transformer_layer.py:_forward_attention", "residual"),
+    ("fused_bias_dropout.py:", "transformer_layer.py:_forward_post_mlp", "input"),
+    ("", "language_model_embedding.py:forward", "input"),
+    ("permutation.py:make_row_id_map", "", "routing"),
+    ("moe_utils.py:topk_routing_with_score_function", "", "routing"),
+    ("", "moe_utils.py:_compute_topk", "routing"),
+)
+
+
+def sums_by_term(blocks: Iterable[Block], known: Mapping[str, Collection[int]]) -> Counter[str]:
+    """Return the bytes of each term.
+
+    Args:
+        known: Term -> addresses of its allocations, for what is held between steps.
+    """
+    term_of = {address: term for term, addresses in known.items() for address in addresses}
+    found: Counter[str] = Counter()
+    for block in blocks:
+        found[term_of.get(block.address) or term_of_lines(block)] += block.size
+    return found
+
+
+def term_of_lines(block: Block) -> str:
+    """Return the term that the lines of a block belong to, or `OTHER`."""
+    for inner, outer, term in _LINES:
+        if block.lines and block.lines[0].startswith(inner) and any(line.startswith(outer) for line in block.lines):
+            return "statistics" if term == "norms" and block.size < _STATISTICS_BYTES else term
+    return OTHER
