@@ -5,8 +5,8 @@
 Rank 0 of the job is the trainer with the driver of the transfer; each other rank is an engine.
 """
 
+import json
 import os
-import pickle
 import signal
 import time
 from collections.abc import Iterator
@@ -29,6 +29,10 @@ _NUM_TENSORS = 12
 
 def _nccl(num_receivers: int, group: str) -> TransportBackend:
     return CollectiveTransport("nccl", group, num_receivers, PATIENCE_S, "127.0.0.1")
+
+
+def _name(engine: int) -> str:
+    return f"engine {engine}"
 
 
 def weights(scale: float) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,7 +59,7 @@ class _Process:
 
 
 def _note(path: Path, value: Any) -> None:
-    path.with_suffix(".new").write_bytes(pickle.dumps(value))
+    path.with_suffix(".new").write_text(json.dumps(value), encoding="utf-8")
     path.with_suffix(".new").rename(path)
 
 
@@ -64,7 +68,7 @@ def _noted(path: Path) -> Any:
     while not path.exists():
         assert time.monotonic() < until, f"{path.name} did not come"
         time.sleep(0.01)
-    return pickle.loads(path.read_bytes())  # noqa: S301  (the tests' own)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def lose_an_engine(folder: str, dies: str) -> None:
@@ -77,7 +81,9 @@ def lose_an_engine(folder: str, dies: str) -> None:
     torch.cuda.set_device(rank)
     if rank:
         _note(place / f"pid{rank}", os.getpid())
-        _receive(_noted(place / f"spec{rank}"), dies if rank == 1 else "", place)
+        folder_of_transfer = Path(_noted(place / f"folder{rank}"))
+        spec = TransportSpec(folder_of_transfer, VERSION, 1, 1, _BUCKET_BYTES, backend=_nccl(1, _name(rank)))
+        _receive(spec, dies if rank == 1 else "", place)
         return
     found = [_transfer(place, engine) for engine in (1, 2)]
     on_card = (torch.ones(4, device="cuda") * 2).sum().item()  # the trainer's own stream does not hang
@@ -92,7 +98,7 @@ def _transfer(place: Path, engine: int) -> str:
 
     with WeightTransport(place, 1, send, bucket_bytes=_BUCKET_BYTES, make_backend=_nccl) as transport:
         receivers = _Process(_noted(place / f"pid{engine}"))
-        _note(place / f"spec{engine}", transport.open(1, VERSION, f"engine {engine}"))
+        _note(place / f"folder{engine}", str(transport.open(1, VERSION, _name(engine)).folder))
         try:
             with watched(transport, receivers):
                 num_bytes = transport.send()
@@ -110,7 +116,7 @@ def _receive(spec: TransportSpec, dies: str, place: Path) -> None:
     def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
             assert tensor.is_cuda
-            received[name] = tensor.cpu().numpy().copy()
+            received[name] = tensor.tolist()
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that dies while it receives over NCCL does not end the trainer, which serves another engine then."""
 
-import pickle
+import json
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,8 @@ def test_an_engine_that_dies_costs_the_trainer_one_transfer(nccl: str, dies: str
     assert "rank 1: died without an answer" in str(error.value)
     assert "rank 0: " not in str(error.value)
     assert "rank 2: " not in str(error.value)
-    assert pickle.loads((tmp_path / "trainer").read_bytes()) == ["the engine died", str(12 * 4096), 8.0]  # noqa: S301
-    received = pickle.loads((tmp_path / "engine").read_bytes())  # noqa: S301
+    assert json.loads((tmp_path / "trainer").read_text()) == ["the engine died", str(12 * 4096), 8.0]
+    received = json.loads((tmp_path / "engine").read_text())
     assert len(received) == 12
     for number in range(12):
-        assert received[f"layer {number}"].tolist() == [2.0 * k + number for k in range(1024)]
+        assert received[f"layer {number}"] == [2.0 * k + number for k in range(1024)]

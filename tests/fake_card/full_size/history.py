@@ -34,20 +34,19 @@ class Block:
         return cls(event["addr"], event["size"], lines)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Phase:
-    """Memory in a phase, in bytes.
+    """Memory in a phase, in bytes, once it has ended.
 
     Attributes:
-        held: Allocated at its end.
-        blocks: Allocated at its fullest moment.
+        held: Allocated at the end.
+        blocks: Allocations at the fullest moment.
     """
 
-    name: str
-    peak: int
-    held: int
-    reserved: int
-    blocks: tuple[Block, ...]
+    peak: int = 0
+    held: int = 0
+    reserved: int = 0
+    blocks: tuple[Block, ...] = ()
 
 
 class History:
@@ -58,22 +57,22 @@ class History:
         self._record()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[list[Phase]]:
-        """A frame around a phase. At its end the list has the phase."""
+    def phase(self) -> Iterator[Phase]:
+        """A frame around a phase."""
         for event in self._take():
             _apply(self._held, event)
         torch.cuda.reset_peak_memory_stats()
-        found: list[Phase] = []
+        found = Phase()
         yield found
         events = self._take()
-        fullest = at_peak(self._held, events)
+        found.blocks = tuple(map(Block.of, at_peak(self._held, events)))
         for event in events:
             _apply(self._held, event)
-        blocks = tuple(map(Block.of, fullest))
-        peak = torch.cuda.max_memory_allocated()
+        found.peak, found.held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        found.reserved = torch.cuda.max_memory_reserved()
         # The allocator rounds sizes up.
-        assert 0 <= peak - sum(block.size for block in blocks) < peak / 500
-        found.append(Phase(name, peak, torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved(), blocks))
+        unexplained = found.peak - sum(block.size for block in found.blocks)
+        assert 0 <= unexplained < found.peak / 500, unexplained
 
     def _take(self) -> list[Event]:
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]

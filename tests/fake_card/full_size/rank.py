@@ -9,10 +9,13 @@ had handed out at the fullest moment, by terms of `plan`, and what `plan` says o
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -31,13 +34,19 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.checkpoint.save import CheckpointWrite
-from nemo_rl_moe.models.megatron.model.memory_estimate import microbatch_tokens
+from nemo_rl_moe.models.megatron.model.activation_estimate import layer_activations
+from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, microbatch_tokens, worker_memory
 from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state
+from nemo_rl_moe.models.megatron.training import trainer as trainer_module
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.routing.agreement import expected_agreement, report
+from nemo_rl_moe.weight_sync.folder import MAX_UNACKNOWLEDGED
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 from nemo_rl_moe.weight_sync.transport_backends import DEVICE_BUCKET_BYTES, IpcTransport
+from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.transformer.moe.router import TopKRouter
-from tests.fake_card.full_size.history import History
+from tests.fake_card.environment import LIBRARY_FOLDER
+from tests.fake_card.full_size.history import History, Phase
 from tests.fake_card.full_size.routes import HandedInLogits, experts_of_tokens, overload_of_capture, with_experts
 from tests.fake_card.full_size.terms import sums_by_term
 from tests.gpu.models import packed_shard, weights_from_the_device
@@ -51,15 +60,19 @@ _PARTS = (2, 4, 4)
 @contextmanager
 def _without_other_ranks(config: Any) -> Iterator[None]:
     """Process groups of all ranks, of which this process is the first. Objects of the others are its own."""
+
     def all_gather_object(found: list[Any], own: Any, group: Any = None) -> None:
         found[:] = [own] * len(found)
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", LOCAL_RANK="0")
     size = config.cluster.world_size
-    os.environ["WORLD_SIZE"] = str(size)
-    # No kernel has counted what the agreement of routers is a share of.
-    report = mock.patch("nemo_rl_moe.routing.agreement.report.agreement_metrics", lambda *args, **kwargs: {})
-    with mock.patch.object(dist, "all_gather_object", all_gather_object), report:
+    of_rank_0 = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+    os.environ.update(of_rank_0)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
+        for module in (report, expected_agreement):  # no kernel has counted what the shares are of
+            patches.enter_context(mock.patch.object(module, "agreement_metrics", lambda *args, **kwargs: {}))
+        # It would begin a new count of the peak.
+        patches.enter_context(mock.patch.object(trainer_module, "peak_memory_metrics", lambda device: {}))
         initialize_parallel_state(config.policy.megatron_cfg, rank=0, world_size=size, local_rank=0, seed=0)
         yield
 
@@ -77,6 +90,14 @@ def _held(trainer: Any) -> dict[str, set[int]]:
         "optimizer": list(trainer.host_state._tensors()),
     }
     return {term: {tensor.untyped_storage().data_ptr() for tensor in tensors} for term, tensors in found.items()}
+
+
+def _require_libraries_of_torch() -> None:
+    """Fail if Transformer Engine has loaded a library of a toolkit on this machine in place of the fake card's."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    named = {Path(each) for each in mapped if re.search(r"lib(cu[a-z]+|nvrtc|nccl)[-_.]", each.rpartition("/")[2])}
+    if foreign := sorted(str(path) for path in named if path.parent != LIBRARY_FOLDER):
+        raise SystemExit(f"these libraries are not the fake card's: {', '.join(foreign)}")
 
 
 class _OwnMemory:
@@ -102,7 +123,9 @@ class _OwnMemory:
 
 def _save(trainer: Any, folder: Path) -> None:
     """Take the snapshot of a checkpoint, and write nothing."""
-    with mock.patch.object(CheckpointWrite, "_write", lambda self: None):
+    # The ranks that this process plays all have the same parts.
+    checks = mock.patch.object(fully_parallel, "validate_sharding_integrity", lambda metadata: None)
+    with mock.patch.object(CheckpointWrite, "_write", lambda self: None), checks:
         trainer.start_checkpoint(folder, with_optimizer=True)
 
 
@@ -123,48 +146,70 @@ def _shard(config: Any, hf_config: Any) -> GlobalBatchShard:
     return packed_shard(config.model_copy(update={"policy": policy}), hf_config.vocab_size, 0, num_rows=1, parts=_PARTS)
 
 
+def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any) -> dict[str, int]:
+    """Return the bytes that `plan` counts in a phase, by term."""
+    tokens, layers = microbatch_tokens(config), range(transformer.num_layers)
+    weights = {"weights": worker.weights}
+    held = weights | {"gradients": worker.gradients, "optimizer": worker.optimizer.state}
+    if name == "build":
+        return weights | {"gradients": worker.gradients}
+    if name == "after offload":
+        return weights
+    if name == "refit":
+        return weights | {"buckets": (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES}
+    if name == "optimizer step":
+        return held | {"moments": worker.optimizer.float32_moments}
+    if not name.startswith("training"):
+        return held
+    kept = [asdict(layer_activations(transformer, index)) for index in layers]
+    of_layers = {term: tokens * sum(each[term] for each in kept) for term in kept[0]}
+    return held | of_layers | {"head": worker.activations_at_least - sum(of_layers.values())}
+
+
 def run(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return memory by phase and term, in bytes, and what `plan` says."""
+    """Return the phases with their terms, and what `plan` says, in bytes."""
     config = load_grpo_config(recipe, ["policy.init=random", f"policy.model_name={MODEL}", *overrides], check_paths=False)
     hf_config = load_hf_config(MODEL)
     ranks = config.policy.megatron_cfg.expert_model_parallel_size
     loss = PolicyGradientLoss(config.loss_fn, prev_is_current=True)
-    history, shard, phases = History(), _shard(config, hf_config), []
+    _require_libraries_of_torch()
+    history, shard = History(), _shard(config, hf_config)
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, _without_other_ranks(config), weights_from_the_device():
-        with history.phase("build") as phase:
+        with history.phase() as phase:
             trainer = MegatronTrainer(config.policy, hf_config, None, num_steps=100)
-        phases += phase
-        with history.phase("optimizer step") as phase:
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-        phases += phase
-        held = _held(trainer)
+        found.append(_phase("build", phase, trainer))
+
+        def measure(name: str, work: Callable[[], object]) -> None:
+            with history.phase() as phase:
+                work()
+            found.append(_phase(name, phase, trainer))
+            print(found[-1], file=sys.stderr, flush=True)
+
         logits = HandedInLogits([module for module in trainer.chunks[0].modules() if isinstance(module, TopKRouter)])
-        for name, overload in (("balanced", 1.0), ("hottest", overload_of_capture(CAPTURE, ranks))):
+        trainer.optimizer.step()  # which makes the optimizer's state
+        measure("optimizer step", trainer.optimizer.step)
+        trainer.optimizer.zero_grad()
+        for name, overload in (("balanced", 1.0), ("hottest rank", overload_of_capture(CAPTURE, ranks))):
             experts = experts_of_tokens(microbatch_tokens(config), hf_config, ranks, overload)
-            routed = shard
-            if config.policy.megatron_cfg.routing_replay == "none":
-                logits.experts = experts
-            else:
-                routed = with_experts(shard, experts)
-            with history.phase(f"log-probabilities, {name}") as phase:
-                trainer.logprobs(routed.microbatches)
-            phases += phase
-            with history.phase(f"training step, {name}") as phase:
-                trainer.train([routed], loss)
-            phases += phase
-        with history.phase("checkpoint") as phase:
-            _save(trainer, Path(folder))
-        phases += phase
-        with history.phase("offload") as phase:
-            trainer.offload_optimizer()
-        phases += phase
-        with history.phase("refit") as phase:
-            _refit(trainer, Path(folder))
-        phases += phase
-        for each in phases:
-            print(each.name, each.peak / 1e9, each.held / 1e9, each.reserved / 1e9, sums_by_term(each.blocks, held), flush=True)
-    return []
+            is_replayed = config.policy.megatron_cfg.routing_replay != "none"
+            routed = with_experts(shard, experts) if is_replayed else shard
+            logits.experts = None if is_replayed else experts
+            measure(f"log-probabilities, {name}", partial(trainer.logprobs, routed.microbatches))
+            measure(f"training step, {name}", partial(trainer.train, [routed], loss))
+        measure("checkpoint", partial(_save, trainer, Path(folder)))
+        trainer.offload_optimizer()
+        measure("after offload", lambda: None)
+        measure("refit", partial(_refit, trainer, Path(folder)))
+        worker = worker_memory(config, trainer.config, hf_config, 0)
+        for each in found:
+            each["planned"] = planned(each["name"], worker, trainer.config, config)
+        return found
+
+
+def _phase(name: str, phase: Phase, trainer: MegatronTrainer) -> dict[str, Any]:
+    terms = sums_by_term(phase.blocks, _held(trainer))
+    return {"name": name, "peak": phase.peak, "held": phase.held, "reserved": phase.reserved, "terms": terms}
 
 
 def main() -> None:

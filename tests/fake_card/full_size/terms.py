@@ -9,18 +9,19 @@ from tests.fake_card.full_size.history import Block
 
 OTHER = "other"
 _STATISTICS_BYTES = 2 << 20
-"""A norm allocates its output and its statistics in one line. Statistics of 8,192 tokens are smaller than this."""
+"""Norms and attention allocate their output and its statistics in one line. Those of 8,192 tokens are smaller."""
 
 # Beginning of a line, as `file.py:function`; beginning of a line further out; term. The first that fits a block is its.
 _LINES = (
     ("gemm.py:get_cublas_workspace", "", "workspaces"),
     ("", "chunked_head.py:", "head"),
+    ("_common.py:apply_normalization", "", "norms"),
+    ("", "attention.py:get_query_key_value_tensors", "query_key_norms"),
     ("rope.py:forward", "", "attention"),
     ("utils.py:get_qkv_layout", "", "attention"),
     ("kernels.py:fused_attn_fwd", "", "attention"),
-    ("attention.py:get_query_key_value_tensors", "", "query_key_norms"),
-    ("_common.py:apply_normalization", "", "norms"),
-    ("rmsnorm.py:op_forward", "", "norms"),
+    ("rmsnorm.py:op_forward", "transformer_layer.py:", "norms"),
+    ("rmsnorm.py:op_forward", "", "head"),
     ("fused_bias_dropout.py:", "transformer_layer.py:_forward_attention", "residual"),
     ("fused_bias_dropout.py:", "transformer_layer.py:_forward_post_mlp", "input"),
     ("", "language_model_embedding.py:forward", "input"),
@@ -28,6 +29,7 @@ _LINES = (
     ("moe_utils.py:topk_routing_with_score_function", "", "routing"),
     ("", "moe_utils.py:_compute_topk", "routing"),
 )
+_WITH_STATISTICS = ("norms", "query_key_norms", "attention")
 
 
 def sums_by_term(blocks: Iterable[Block], known: Mapping[str, Collection[int]]) -> Counter[str]:
@@ -47,5 +49,5 @@ def term_of_lines(block: Block) -> str:
     """Return the term that the lines of a block belong to, or `OTHER`."""
     for inner, outer, term in _LINES:
         if block.lines and block.lines[0].startswith(inner) and any(line.startswith(outer) for line in block.lines):
-            return "statistics" if term == "norms" and block.size < _STATISTICS_BYTES else term
+            return "statistics" if term in _WITH_STATISTICS and block.size < _STATISTICS_BYTES else term
     return OTHER

@@ -24,6 +24,7 @@ from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.kept_tokens import check_kept_tokens
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.layers.router_losses import RouterLosses
+from nemo_rl_moe.models.megatron.layers.routers import release_dispatches
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
 from nemo_rl_moe.models.megatron.lora.changes import changed_by_adapters
 from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, load_adapter, write_adapter
@@ -138,6 +139,7 @@ class MegatronModel:
         self._evaluation_mode()
         with torch.no_grad():
             results = self._forward_backward.evaluate(self.modules, shard, loss_function)
+        release_dispatches(self.chunks)
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -176,6 +178,7 @@ class MegatronModel:
         self._evaluation_mode()
         with torch.no_grad():
             found = measure(self.modules, self._fetched(microbatches))
+        release_dispatches(self.chunks)
         return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
     def top_candidates(
@@ -189,6 +192,7 @@ class MegatronModel:
         self._evaluation_mode()
         with torch.no_grad():
             found = self._forward_backward.top_candidates(self.modules, self._fetched(microbatches), k, vocabulary_size)
+        release_dispatches(self.chunks)
         return [(ids.cpu(), logprobs.cpu()) for ids, logprobs in found] if self.coordinates.reports_loss else []
 
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:

@@ -1,0 +1,107 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the recipes for 8 H100 at full size, beside what `plan` says: python -m tests.fake_card.full_size.recipes.
+
+Prints two tables, by phase and by term, and writes them into a page with --write PAGE. The exit code is 1 if a peak or
+a term differs by more than 3%.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.fake_card.environment import REPOSITORY, card_environment, shared_folder, transformer_engine_folder
+
+RECIPES = ("grpo_qwen3_30b_a3b_8xh100", "grpo_qwen3_30b_a3b_8xh100_r3")
+TOLERANCE = 0.03
+SMALLEST_TERM = 0.05e9
+"""Bytes of the smallest term whose share is looked at."""
+_BEGIN, _END = "<!-- written by make fake-card-recipes -->", "<!-- end -->"
+
+Phase = Mapping[str, Any]
+
+
+def measured(recipe: str) -> list[Phase]:
+    """Run rank 0 of a recipe; return its phases."""
+    with shared_folder() as shared, tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        environment = card_environment(
+            shared,
+            transformer_engine=transformer_engine_folder(Path(sys.prefix)),
+            FAKE_CARD_UNTOUCHED="1",
+            FAKE_CARD_ALONE="1",
+        )
+        command = [sys.executable, "-W", "ignore", "-m", "tests.fake_card.full_size.rank"]
+        command += [f"examples/configs/{recipe}.yaml", str(results)]
+        ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        if ended.returncode or not results.is_file():
+            raise SystemExit(f"{recipe} ended with exit code {ended.returncode}:\n{ended.stderr[-4000:]}")
+        phases: list[Phase] = json.loads(results.read_text(encoding="utf-8"))
+        return phases
+
+
+def phase_rows(recipe: str, phases: Sequence[Phase]) -> Iterator[list[str]]:
+    """Yield a row for each phase: its peak by `plan`, by the allocator, their ratio, and what the allocator reserved."""
+    for phase in phases:
+        planned, peak = sum(phase["planned"].values()), phase["peak"]
+        yield [recipe, phase["name"], _gb(planned), _gb(peak), f"{planned / peak - 1:+.1%}", _gb(phase["reserved"])]
+
+
+def term_rows(phase: Phase) -> Iterator[list[str]]:
+    """Yield a row for each term of a phase."""
+    for term in dict.fromkeys((*phase["planned"], *phase["terms"])):
+        planned, found = phase["planned"].get(term, 0), phase["terms"].get(term, 0)
+        if max(planned, found) >= SMALLEST_TERM / 10:
+            yield [term.replace("_", " "), _gb(planned) if term in phase["planned"] else "not counted", _gb(found)]
+
+
+def problems_of(recipe: str, phases: Sequence[Phase]) -> Iterator[str]:
+    """Yield what differs by more than the tolerance."""
+    for phase in phases:
+        numbers = {"the peak": (sum(phase["planned"].values()), phase["peak"])}
+        numbers |= {term: (planned, phase["terms"].get(term, 0)) for term, planned in phase["planned"].items()}
+        for name, (planned, found) in numbers.items():
+            if max(planned, found) > SMALLEST_TERM and abs(planned - found) > TOLERANCE * max(planned, found):
+                yield f"{recipe}, {phase['name']}: {name}: plan says {_gb(planned)} GB, the allocator {_gb(found)} GB"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def main() -> int:
+    """Read the command line and run the recipes; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fake_card.full_size.recipes", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="between its two marks")
+    options, began = parser.parse_args(), time.monotonic()
+    by_recipe = {recipe: measured(recipe) for recipe in RECIPES}
+    rows = [row for recipe, phases in by_recipe.items() for row in phase_rows(recipe, phases)]
+    lines = table(["recipe", "phase", "`plan`", "allocator", "difference", "reserved"], rows)
+    (training,) = (phase for phase in by_recipe[RECIPES[-1]] if phase["name"] == "training step, hottest rank")
+    lines += ["", *table([f"GB, {training['name']}", "`plan`", "allocator"], list(term_rows(training)))]
+    print("\n".join(lines))
+    if options.write is not None:
+        text = options.write.read_text(encoding="utf-8")
+        before, _, rest = text.partition(_BEGIN)
+        _, _, after = rest.partition(_END)
+        options.write.write_text("\n".join([f"{before}{_BEGIN}", *lines, f"{_END}{after}"]), encoding="utf-8")
+    problems = [problem for recipe, phases in by_recipe.items() for problem in problems_of(recipe, phases)]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"[fake-card] {len(RECIPES)} recipes in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
