@@ -33,16 +33,20 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.megatron.checkpoint.save import CheckpointWrite
+from nemo_rl_moe.models.megatron.checkpoint import save
 from nemo_rl_moe.models.megatron.model.activation_estimate import layer_activations
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, microbatch_tokens, worker_memory
 from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state
 from nemo_rl_moe.models.megatron.training import trainer as trainer_module
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.routing.agreement import expected_agreement, report
+from nemo_rl_moe.weight_sync.board import Board
+from nemo_rl_moe.weight_sync.bucket import BucketLabel
 from nemo_rl_moe.weight_sync.folder import MAX_UNACKNOWLEDGED
+from nemo_rl_moe.weight_sync.manifest import read_manifest
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 from nemo_rl_moe.weight_sync.transport_backends import DEVICE_BUCKET_BYTES, IpcTransport
+from megatron.core.dist_checkpointing import state_dict_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 from tests.fake_card.environment import LIBRARY_FOLDER
@@ -121,22 +125,55 @@ class _OwnMemory:
         yield self._buffers.pop(handle["address"])
 
 
+def _plan_of_one_rank(
+    state: Any, writer: Any, process_group: Any, coordinator: int, planner: Any
+) -> tuple[tuple[None, Any, None]]:
+    """Plan the write of this rank without the plans of the others, as `save_state_dict_async_plan` does with them."""
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan = planner.create_decentralized_global_plan(writer.prepare_local_plan(planner.create_local_plan()))
+    plan = planner.finish_plan(writer.prepare_decentralized_global_plan(plan))
+    writer.prepare_write_data(plan, planner)
+    return ((None, plan, None),)
+
+
 def _save(trainer: Any, folder: Path) -> None:
     """Take the snapshot of a checkpoint, and write nothing."""
-    # The ranks that this process plays all have the same parts.
-    checks = mock.patch.object(fully_parallel, "validate_sharding_integrity", lambda metadata: None)
-    with mock.patch.object(CheckpointWrite, "_write", lambda self: None), checks:
+    with ExitStack() as patches:
+        for module in (fully_parallel, state_dict_utils):  # the ranks that this process plays all have the same parts
+            check = mock.patch.object(module, "validate_sharding_integrity", lambda *args, **kwargs: None)
+            patches.enter_context(check)
+        patches.enter_context(mock.patch.object(save, "save_state_dict_async_plan", _plan_of_one_rank))
+        patches.enter_context(mock.patch.object(save.CheckpointWrite, "_write", lambda self: None))
         trainer.start_checkpoint(folder, with_optimizer=True)
+
+
+class _UncheckedTransport(IpcTransport):
+    """CUDA IPC without checksums, which no kernel computes."""
+
+    @contextmanager
+    def opened(self, board: Board, name: str, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
+        manifest = read_manifest(name, board.read(name), label)
+        with self.memory.mapped(manifest.handle) as buffer:
+            yield manifest.packing.cut(buffer[: manifest.packing.num_bytes])
 
 
 def _refit(trainer: Any, folder: Path) -> None:
     """Send the weights to a receiver that reads nothing."""
-    backend = IpcTransport(_OwnMemory())
+    backend = _UncheckedTransport(_OwnMemory())
     spec = TransportSpec(folder, trainer.num_updates, 1, 1, DEVICE_BUCKET_BYTES, backend=backend)
     receiver = Thread(target=spec.receive, args=(0, lambda tensors: [None for _ in tensors]))
     receiver.start()
-    trainer.send_weights(spec)
+    sent = trainer._sent_tensors
+    # The ranks that this process plays would all send the same names.
+    with mock.patch.object(trainer, "_sent_tensors", lambda **options: _numbered(sent(**options))):
+        trainer.send_weights(spec)
     receiver.join()
+
+
+def _numbered(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for number, (name, tensor) in enumerate(tensors):
+        yield f"{number} {name}", tensor
 
 
 def _shard(config: Any, hf_config: Any) -> GlobalBatchShard:
@@ -151,6 +188,8 @@ def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any) -> d
     tokens, layers = microbatch_tokens(config), range(transformer.num_layers)
     weights = {"weights": worker.weights}
     held = weights | {"gradients": worker.gradients, "optimizer": worker.optimizer.state}
+    if name.startswith("log-probabilities"):
+        return {}
     if name == "build":
         return weights | {"gradients": worker.gradients}
     if name == "after offload":

@@ -103,7 +103,7 @@ def _sharded_of_distributed(part: Any, by_parameter: Mapping[int, Sharded]) -> d
     return {
         f"{index}.{kind}.{number}": piece
         for index, (parameter, start) in enumerate(_ranges_of_distributed(part))
-        for kind, values in _saved_tensors(parameter, part._get_main_param_and_optimizer_states(parameter)).items()
+        for kind, values in _saved_tensors(parameter, _tensors_of_distributed(part, parameter)).items()
         for number, piece in enumerate(
             sharded_range(
                 by_parameter[id(parameter)],
@@ -118,12 +118,32 @@ def _sharded_of_distributed(part: Any, by_parameter: Mapping[int, Sharded]) -> d
 
 def _put_back_distributed(part: Any, loaded: Mapping[str, Tensor]) -> None:
     for index, (parameter, _) in enumerate(_ranges_of_distributed(part)):
-        tensors = part._get_main_param_and_optimizer_states(parameter)
+        tensors = _tensors_of_distributed(part, parameter)
         for kind, values in _saved_tensors(parameter, tensors).items():
             names = (f"{index}.{kind}.{number}" for number in itertools.count())
             pieces = [loaded[name].flatten() for name in itertools.takewhile(loaded.__contains__, names)]
             values.copy_(torch.cat(pieces))
-        part._set_main_param_and_optimizer_states(parameter, tensors)
+        if not _is_of_transformer_engine(part):
+            part._set_main_param_and_optimizer_states(parameter, tensors)
+
+
+def _tensors_of_distributed(part: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Return master and moments of this rank's range of a parameter, without copies.
+
+    Megatron-Core would copy moments in bfloat16 to float32. For all parameters at once, these copies need as much memory
+    as masters and moments.
+    """
+    if not _is_of_transformer_engine(part):
+        found: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
+        return found
+    group, place = part.model_param_group_index_map[parameter]
+    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+    return {"param": state["master_param"], **{kind: state[kind] for kind in MOMENTS}}
+
+
+def _is_of_transformer_engine(part: Any) -> bool:
+    """Return whether the optimizer stores its own masters, and moments in other formats than float32."""
+    return part.config.use_precision_aware_optimizer and hasattr(part.optimizer, "get_unscaled_state")
 
 
 def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:

@@ -18,6 +18,7 @@ from nemo_rl_moe.models.megatron.layers.indexer import indexer_parameters
 from nemo_rl_moe.models.megatron.model.activation_estimate import head_activations, layer_activations
 from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
+from nemo_rl_moe.models.megatron.model.releases import ADAM_COPIES_MOMENTS
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     layers_of_chunks,
     linear_layer_indices,
@@ -337,7 +338,8 @@ def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, 
         copies = 0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32
         return OptimizerMemory(updated * (master + 2 * _FLOAT32), 0, copies, 0)
     moments = [_MOMENT_BYTES[name] for name in (chosen.exp_avg_dtype, chosen.exp_avg_sq_dtype)]
-    copied = min(updated, CHUNK_PARAMETERS) * _FLOAT32 * sum(each != _FLOAT32 for each in moments)
+    are_copied = ADAM_COPIES_MOMENTS or len(set(moments)) > 1
+    copied = min(updated, CHUNK_PARAMETERS) * _FLOAT32 * sum(each != _FLOAT32 for each in moments) * are_copied
     return OptimizerMemory(updated * (master + sum(moments)), 0, 0, copied)
 
 

@@ -18,6 +18,10 @@ from nemo_rl_moe.routing.routers import token_copies
 MEGATRON_VERSION: str = importlib.metadata.version("megatron-core")
 HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) >= (0, 17)
 
+ADAM_COPIES_MOMENTS: bool = not HAS_MOE_METRICS_TRACKER
+"""Whether Adam of the Transformer Engine that goes with the release (constraints-gpu.txt) updates float32 copies of
+moments in bfloat16. Transformer Engine 2.17.1 updates the moments themselves."""
+
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
     """Return name -> loss that routers have recorded since the last clear, with a value for each decoder layer."""
