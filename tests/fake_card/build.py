@@ -42,9 +42,7 @@ class Library:
     sources: tuple[str, ...] = ()
 
 
-_PARTS_OF_CUDNN = (
-    *("adv", "cnn", "engines_precompiled", "engines_runtime_compiled", "graph", "heuristic", "ops"),
-)
+_PARTS_OF_CUDNN = (*("adv", "cnn", "engines_precompiled", "engines_runtime_compiled", "graph", "heuristic", "ops"),)
 # By the beginning of the file's name. A symbol belongs to the first whose expression it fits.
 LIBRARIES = {
     "libcudart": Library(r"(__)?cuda[A-Z]", ("cudart.cpp", "memory.cpp", "late.cpp")),
@@ -156,7 +154,10 @@ def build(target: Path, headers: Path) -> None:
         headers: Folder with cuda_runtime_api.h of the CUDA that torch is for.
     """
     target.mkdir(parents=True, exist_ok=True)
-    asking = [(torch_folder() / "lib", "*.so"), (transformer_engine_folder(Path(sys.prefix)), "**/*transformer_engine*.so")]
+    asking = [
+        (torch_folder() / "lib", "*.so"),
+        (transformer_engine_folder(Path(sys.prefix)), "**/*transformer_engine*.so"),
+    ]
     wanted, versions = asked_for(sorted(file for folder, names in asking for file in folder.glob(names)))
     with tempfile.TemporaryDirectory(prefix="fake_card_") as scratch:
         for file, symbols in wanted.items():

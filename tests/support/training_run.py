@@ -177,7 +177,9 @@ def difference_by_rank(runs: Sequence[RankRun], others: Sequence[RankRun]) -> Di
     return Difference(
         loss=max(_relative(run.losses, other.losses) for run, other in zip(runs, others, strict=True)),
         grad_norm=max(_relative(run.grad_norms, other.grad_norms) for run, other in zip(runs, others, strict=True)),
-        moe_metrics=max((abs(values[name] - wanted[name]) for values, wanted in metrics for name in values), default=0.0),
+        moe_metrics=max(
+            (abs(value - wanted[name]) for found, wanted in metrics for name, value in found.items()), default=0
+        ),
         weights=max(float(np.abs(weights[name] - expected[name]).max()) for name in weights),
     )
 

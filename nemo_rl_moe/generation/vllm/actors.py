@@ -68,8 +68,8 @@ class EngineActors:
     def start_missing(self) -> None:
         """Start the missing engines, which have no weights yet.
 
-        An engine that replaces a dead one may start twice: child processes of the dead engine hold their GPU memory until
-        they notice its end, and vLLM refuses to start beside them.
+        An engine that replaces a dead one may start twice: child processes of the dead engine hold their GPU memory
+        until they notice its end, and vLLM refuses to start beside them.
 
         Raises:
             GenerationError: An engine cannot start. All engines have been ended.

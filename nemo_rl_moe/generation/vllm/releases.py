@@ -353,7 +353,8 @@ def report_logprobs_at_temperature(runner: Any) -> PromptTemperature:
 
     def compute_at_temperature(logits: torch.Tensor) -> Any:
         # Prompt tokens are scored outside of the sampler.
-        scale = temperatures[0] if temperatures else logits.new_full((len(logits), 1), of_prompts.value, dtype=torch.float32)
+        of_all = logits.new_full((len(logits), 1), of_prompts.value, dtype=torch.float32)
+        scale = temperatures[0] if temperatures else of_all
         if len(logits) <= _ROWS_AT_A_TIME:
             return compute(logits.float() / scale)
         found = torch.empty_like(logits, dtype=torch.float32)

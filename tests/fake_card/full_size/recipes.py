@@ -50,7 +50,11 @@ def phase_rows(by_recipe: Mapping[str, Sequence[Phase]]) -> Iterator[list[str]]:
     """Yield a row for each phase: its peak by `plan`, and by the allocator with each recipe."""
     for of_recipes in zip(*by_recipe.values(), strict=True):
         (planned,) = {sum(phase["planned"].values()) for phase in of_recipes}
-        yield [of_recipes[0]["name"], _gb(planned) if planned else "none", *(_gb(phase["peak"]) for phase in of_recipes)]
+        yield [
+            of_recipes[0]["name"],
+            _gb(planned) if planned else "none",
+            *(_gb(phase["peak"]) for phase in of_recipes),
+        ]
 
 
 def term_rows(phase: Phase) -> Iterator[list[str]]:

@@ -40,7 +40,8 @@ def experts_of_tokens(num_tokens: int, hf_config: Any, ranks: int, overload: flo
     rows = torch.arange(num_tokens * topk, dtype=torch.float64)
     is_first = ((rows + 1) * overload / ranks).floor() > (rows * overload / ranks).floor()
     # Experts in turn, so that those of a token are distinct.
-    in_turn = torch.where(is_first, is_first.cumsum(0) % of_rank, of_rank + (~is_first).cumsum(0) % (num_experts - of_rank))
+    of_others = of_rank + (~is_first).cumsum(0) % (num_experts - of_rank)
+    in_turn = torch.where(is_first, is_first.cumsum(0) % of_rank, of_others)
     experts = in_turn.view(num_tokens, 1, topk).expand(-1, layers, -1)
     return experts.to(torch.int16)
 
@@ -76,8 +77,7 @@ class HandedInLogits:
             if self.experts is not None:
                 chosen = self.experts[:, layer].long()
                 wanted = torch.zeros(chosen.shape[0], logits.shape[-1]).scatter_(1, chosen, 1.0)
-                with torch.no_grad():
-                    logits.view(wanted.shape).copy_(wanted.to(logits.dtype))
+                logits.data.view(wanted.shape).copy_(wanted.to(logits.dtype))  # unseen by autograd
             return logits
 
         return handed_in

@@ -64,7 +64,7 @@ def test_an_engine_that_replaces_a_dead_one_is_started_twice(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("problems", [(None, NO_ROOM), (None, None, NO_ROOM, NO_ROOM)])
-def test_an_engine_that_never_starts_ends_all(problems: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_never_start_end_all(problems: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, *problems)
     if len(problems) > 2:
         machine.engines.start_missing()

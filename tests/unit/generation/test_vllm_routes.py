@@ -12,6 +12,7 @@ from nemo_rl_moe.generation.vllm import routes
 from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 from tests.support.vllm_runner import MOST_TOKENS, NUM_LAYERS, TOPK, Capture, Runner, chosen
 
+
 @pytest.mark.parametrize("in_a_graph", [False, True])
 def test_each_token_has_its_experts(in_a_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_FIRST_TOKENS", 2)

@@ -130,8 +130,8 @@ def _put_back_distributed(part: Any, loaded: Mapping[str, Tensor]) -> None:
 def _tensors_of_distributed(part: Any, parameter: Tensor) -> dict[str, Tensor]:
     """Return master and moments of this rank's range of a parameter, without copies.
 
-    Megatron-Core would copy moments in bfloat16 to float32. For all parameters at once, these copies need as much memory
-    as masters and moments.
+    Megatron-Core would copy moments in bfloat16 to float32. For all parameters at once, these copies need as much
+    memory as masters and moments.
     """
     if not _is_of_transformer_engine(part):
         found: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The precision-aware optimizer, with a stand-in for Transformer Engine's Adam: numbers, checkpoints, memory."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, sharded_contents
@@ -84,14 +83,22 @@ def weights_alone(job: RunSettings, folder: str) -> bool:
         )
 
 
+def _sharded(contents: Any) -> Iterator[Any]:
+    """Yield the sharded tensors in nested dictionaries and lists."""
+    if isinstance(contents, dict | list):
+        for each in contents.values() if isinstance(contents, dict) else contents:
+            yield from _sharded(each)
+    elif hasattr(contents, "key"):
+        yield contents
+
+
 def saves_state_in_place(job: RunSettings) -> bool:
     """Return whether a checkpoint has the optimizer's own tensors, and no copies of them."""
     with parallel_job(job.policy), fused_adam():
         trainer = build_trainer(job.policy, job.model)
         trainer.train([shard_of_step(trainer, job, 0)], sft_loss)
-        saved: list[ShardedTensor] = []
-        dict_list_map_inplace(saved.append, sharded_contents(trainer._training_objects, TrainerCounters(1, 1, 1)))
-        of_optimizer = [each.data for each in saved if getattr(each, "key", "").startswith("optimizer.state.")]
+        contents = sharded_contents(trainer._training_objects, TrainerCounters(1, 1, 1))
+        of_optimizer = [each.data for each in _sharded(contents) if each.key.startswith("optimizer.state.")]
         own = {tensor.untyped_storage().data_ptr() for tensor in trainer.host_state._tensors()}
         assert len(of_optimizer) > 20
         return all(tensor.untyped_storage().data_ptr() in own for tensor in of_optimizer)
