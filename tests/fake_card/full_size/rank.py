@@ -192,10 +192,8 @@ def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any) -> d
     tokens, layers = microbatch_tokens(config), range(transformer.num_layers)
     weights = {"weights": worker.weights}
     held = weights | {"gradients": worker.gradients, "optimizer": worker.optimizer.state}
-    if name.startswith("log-probabilities"):
-        return {}
-    if name == "build":
-        return weights | {"gradients": worker.gradients}
+    if name == "build" or name.startswith("log-probabilities"):
+        return {}  # less than in other phases
     if name == "after offload":
         return weights
     if name == "refit":
@@ -204,7 +202,8 @@ def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any) -> d
         return held | {"moments": worker.optimizer.float32_moments}
     if not name.startswith("training"):
         return held
-    kept = [asdict(layer_activations(transformer, index)) for index in layers]
+    is_replayed = config.policy.megatron_cfg.routing_replay != "none"
+    kept = [asdict(layer_activations(transformer, index, is_replayed=is_replayed)) for index in layers]
     of_layers = {term: tokens * sum(each[term] for each in kept) for term in kept[0]}
     return held | of_layers | {"head": worker.activations_at_least - sum(of_layers.values())}
 

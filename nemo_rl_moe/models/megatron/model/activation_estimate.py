@@ -45,8 +45,12 @@ class LayerActivations:
         return int(sum(astuple(self)))
 
 
-def layer_activations(transformer: TransformerConfig, index: int) -> LayerActivations:
-    """Return what a layer keeps. With full recomputation it is the input alone."""
+def layer_activations(transformer: TransformerConfig, index: int, *, is_replayed: bool = False) -> LayerActivations:
+    """Return what a layer keeps. With full recomputation it is the input alone.
+
+    Args:
+        is_replayed: Whether routers replay captured experts. The chosen experts are then kept, too.
+    """
     each = transformer.params_dtype.itemsize
     hidden = transformer.hidden_size * each
     if transformer.recompute_granularity == "full":
@@ -65,7 +69,7 @@ def layer_activations(transformer: TransformerConfig, index: int) -> LayerActiva
         norms=2 * hidden,
         residual=hidden,
         statistics=(2 + normed_heads + heads) * _FLOAT32,
-        routing=_routing(transformer) if has_experts else 0,
+        routing=_routing(transformer, is_replayed) if has_experts else 0,
         matrices=0 if is_recomputed else _matrices(transformer, has_experts) * each,
     )
 
@@ -80,9 +84,9 @@ def _attention(transformer: TransformerConfig, is_linear: bool) -> int:
     return int(heads * (transformer.kv_channels + value_dim))
 
 
-def _routing(transformer: TransformerConfig) -> int:
+def _routing(transformer: TransformerConfig, is_replayed: bool) -> int:
     """Return the bytes of the router's outputs, which Megatron-Core's dispatchers hold through recomputation too."""
-    experts, chosen = transformer.num_moe_experts, transformer.moe_router_topk
+    experts, chosen = transformer.num_moe_experts, transformer.moe_router_topk if is_replayed else 0
     return int(experts * (_FLOAT32 + _BOOL) + chosen * _INT64 + (2 * experts + 1) * _INT32)
 
 

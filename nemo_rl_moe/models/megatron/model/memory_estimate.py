@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
-from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig, generating
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
@@ -388,7 +388,10 @@ def generation_batch_size(config: MasterConfig) -> int:
 def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
     tokens = -(-microbatch_tokens(config) // transformer.context_parallel_size)
     tensor = transformer.tensor_model_parallel_size
-    kept = sum(layer_activations(transformer, index).total for index in _layers_of_stage(transformer, stage))
+    megatron = config.policy.megatron_cfg
+    is_replayed = isinstance(megatron, RolloutMegatronConfig) and megatron.routing_replay != "none"
+    layers = _layers_of_stage(transformer, stage)
+    kept = sum(layer_activations(transformer, index, is_replayed=is_replayed).total for index in layers)
     # Tensor-parallel ranks share tokens (sequence parallelism), heads, and the logits (by vocabulary).
     found = tokens * kept // tensor
     if stage == transformer.pipeline_model_parallel_size - 1:

@@ -373,7 +373,7 @@ def test_what_recomputed_experts_leave() -> None:
         return memory_of(config).activations_at_least
 
     attention = 2 * (36 * 2 * 128 + 36 * 128 + 3 * 2048) + 4 * (2 + 36 + 32)
-    routing = 128 * (4 + 1) + 8 * 8 + 257 * 4
+    routing = 128 * (4 + 1) + 257 * 4
     experts = 8 * (2048 + 3 * 768)
     assert activations("moe") - activations("full") == 48 * 4096 * (attention + routing)
     assert activations("none") - activations("moe") == 48 * 4096 * experts * 2
