@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the recipes for 8 H100 at full size, beside what `plan` says: python -m tests.fake_card.full_size.recipes.
 
-Prints two tables, by phase and by term, and writes the first into a page with --write PAGE. The exit code is 1 if a peak or
-a term differs by more than 3%. `plan` has no number for the build and log-probability passes, which take less than a
-training step.
+Prints two tables, by phase and by term, and writes the first into a page with --write PAGE. The exit code is 1 if a
+peak or a term differs by more than 3%. `plan` has no number for the build and log-probability passes, which take less
+than a training step.
 """
 
 import argparse
