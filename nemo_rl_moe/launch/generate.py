@@ -48,7 +48,7 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
     """
     # Standard output only gets responses, so messages go to standard error.
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=sys.stderr)
-    with ModelRun(with_positions_of_the_model(config), console) as run:
+    with ModelRun(_with_positions_of_the_model(config), console) as run:
         lines = (json.dumps(record, ensure_ascii=False) for record in _records(run, with_logprobs))
         if output is None:
             _print_lines(lines)
@@ -59,7 +59,7 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
         console.message(f"responses, a line each: {output}")
 
 
-def with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
+def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
     """Return the configuration with `max_total_sequence_length` lowered to the model's limit."""
     policy = config.policy
     limit = sequence_limit(load_config_json(policy.model_name))

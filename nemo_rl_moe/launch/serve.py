@@ -3,7 +3,10 @@
 """Serving of a model on the loopback interface until the command is stopped."""
 
 import asyncio
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +19,11 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.endpoint.http import HOST, listen
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, GenerationRequest, SamplingParameters
-from nemo_rl_moe.launch.generate import with_positions_of_the_model
 from nemo_rl_moe.launch.grpo import announce_named_stops, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import give_weights
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
+from nemo_rl_moe.models.hf_files import load_config_json
+from nemo_rl_moe.models.position_limit import sequence_limit
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.serving.app import served_application
 from nemo_rl_moe.serving.requests import ServedRules
@@ -47,17 +51,41 @@ def serve(config: GRPOMasterConfig, name: str, port: int, key: str, *, shows_key
         GenerationError: The engine failed.
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=sys.stderr)
-    with ModelRun(with_positions_of_the_model(config), console) as run:
-        service = _started(run, name)
-        asyncio.run(_listening(service, port, key, console, shows_key=shows_key))
+    config = _with_positions_of_the_model(config)
+    with ModelRun(config, console) as run, _bound(port) as bound:
+        service = _started(config, run, name)
+        asyncio.run(_listening(service, bound, key, console, shows_key=shows_key))
 
 
-async def _listening(service: Service, port: int, key: str, console: ConsoleLogger, *, shows_key: bool) -> None:
+def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
+    """Return the configuration with the lengths of sequences and responses lowered to the model's limit."""
+    policy, limit = config.policy, sequence_limit(load_config_json(config.policy.model_name))
+    if limit is None or limit.tokens >= policy.max_total_sequence_length:
+        return config
+    most_new = min(policy.generation.max_new_tokens, max(1, limit.tokens // 2))
+    generation = policy.generation.model_copy(update={"max_new_tokens": most_new})
+    lowered = policy.model_copy(update={"max_total_sequence_length": limit.tokens, "generation": generation})
+    return config.model_copy(update={"policy": lowered})
+
+
+@contextmanager
+def _bound(port: int) -> Iterator[socket.socket]:
+    """Bind a socket on the loopback interface, so that a port in use is reported before anything starts."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((HOST, port))
+        except OSError as error:
+            message = f"--port: got {port}, on which the server cannot listen: {error.strerror}"
+            raise ConfigurationError(message) from None
+        yield bound
+
+
+async def _listening(
+    service: Service, bound: socket.socket, key: str, console: ConsoleLogger, *, shows_key: bool
+) -> None:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    try:
-        runner, port = await listen(served_application(service, key, failed), port)
-    except OSError as error:
-        raise ConfigurationError(f"--port: got {port}, on which the server cannot listen: {error.strerror}") from None
+    runner, port = await listen(served_application(service, key, failed), bound)
     try:
         url = f"http://{HOST}:{port}"
         console.message(f"serving at {url}/v1; Ctrl-C stops it")
@@ -69,10 +97,8 @@ async def _listening(service: Service, port: int, key: str, console: ConsoleLogg
         await runner.cleanup()
 
 
-def _started(run: ModelRun, name: str) -> Service:
+def _started(config: GRPOMasterConfig, run: ModelRun, name: str) -> Service:
     """Start the engine, and return the service that uses it."""
-    config = run.config
-    assert isinstance(config, GRPOMasterConfig)
     generation = config.policy.generation
     generation.engine.check_installation(config)
     model = run.prepare_model()

@@ -35,6 +35,8 @@ examples:
       -d '{{"model": "MODEL", "messages": [{{"role": "user", "content": "7+8="}}], "return_routed_experts": true}}'
 """
 
+_MOST_NEW_TOKENS = 512
+
 OPTIONS = {
     "--model": Option(
         "policy.model_name", "DIR", "a model's folder, a checkpoint of a run, or a hub's name", is_text=True
@@ -44,7 +46,9 @@ OPTIONS = {
         "policy.max_total_sequence_length", "N", "maximum number of tokens, prompt included (default: 4096)"
     ),
     "--max-new-tokens": Option(
-        "policy.generation.max_new_tokens", "N", "length of a chat response if its request sets none (default: 512)"
+        "policy.generation.max_new_tokens",
+        "N",
+        f"maximum length of a chat response if its request sets none (default: {_MOST_NEW_TOKENS})",
     ),
 }
 _DEFAULT_PORT = 8000
@@ -72,9 +76,12 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
             f"--backend: got {backend}, expected {_SEPARATE} or vllm: the trainer's own engine answers requests only"
             " together"
         )
-    without_place = [] if backend == _SEPARATE else [f"~cluster.roles.{GENERATION_ROLE}"]
+    defaults = [] if backend == _SEPARATE else [f"~cluster.roles.{GENERATION_ROLE}"]
+    if options.max_model_len is not None and options.max_model_len.isdecimal():
+        half = max(1, int(options.max_model_len) // 2)
+        defaults.append(f"policy.generation.max_new_tokens={min(_MOST_NEW_TOKENS, half)}")
     with reported_by_option(OPTIONS, options):
-        return load_grpo_config(BASE_CONFIG, [*without_place, *overrides_of(OPTIONS, options), *overrides])
+        return load_grpo_config(BASE_CONFIG, [*defaults, *overrides_of(OPTIONS, options), *overrides])
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemo_rl_moe.data.continuation import Continuation
-from nemo_rl_moe.data.encoding import most_characters
+from nemo_rl_moe.data.encoding import encode_each, most_characters, num_characters
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.data.thinking import THINK_START, Thinking
@@ -103,7 +103,7 @@ class Service:
         """
         request = self._rules.chat(body)
         chat, model = request.chat, self._model
-        self._require_short(sum(len(str(message["content"])) for message in chat.messages), "messages")
+        self._require_short(num_characters((chat.messages, chat.tools)), "messages")
         try:
             inputs = TemplateInputs(chat.tools or None, request.template_kwargs)
             prompt_ids = model.continuation.begin(chat.messages, inputs).token_ids
@@ -259,16 +259,18 @@ class Service:
                 raise RequestError(message, parameter="prompt")
             return prompt
         self._require_short(len(prompt), "prompt")
-        token_ids = tuple(self._model.tokenizer.encode(prompt))
+        [token_ids] = encode_each(lambda texts: self._model.tokenizer(list(texts))["input_ids"], [prompt], len)
+        if isinstance(token_ids, str):
+            raise RequestError(f"prompt: {token_ids}", parameter="prompt")
         if not token_ids:
             raise RequestError("prompt: got no token, expected at least one", parameter="prompt")
-        return token_ids
+        return tuple(token_ids)
 
-    def _require_short(self, num_characters: int, name: str) -> None:
-        """Refuse a text that cannot fit, because tokenizing it would take long."""
-        if num_characters > most_characters(self._model.max_tokens):
+    def _require_short(self, length: int, name: str) -> None:
+        """Refuse a text of so many characters that it cannot fit, because tokenizing it would take long."""
+        if length > most_characters(self._model.max_tokens):
             message = (
-                f"{name}: got {num_characters:,} characters, which do not fit into {self._model.max_tokens:,} tokens"
+                f"{name}: got {length:,} characters, which do not fit into {self._model.max_tokens:,} tokens"
                 " (policy.max_total_sequence_length)"
             )
             raise RequestError(message, code="context_length_exceeded", parameter=name)
