@@ -195,7 +195,7 @@ test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STA
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 
 test-browser: $(TEST_STAMP) # reports of runs opened in a browser, skipped without one: apt-get install chromium
-	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
+	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py tests/functional/test_serve_browser.py $(PYTEST_ARGUMENTS)
 
 test-slow: test-slow-unit test-slow-functional test-drills test-trl test-all-other-megatron # tests that `make test-all` leaves out, for the time that they take
 
