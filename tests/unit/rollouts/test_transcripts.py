@@ -5,6 +5,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -44,7 +45,9 @@ def session_of(responses: Sequence[str], max_tokens: int = 10_000) -> Session:
 
 def play(session: Session) -> Trajectory:
     tool_format = format_of(QWEN.tokenizer, None, NO_INPUTS)
-    return asyncio.run(ToolConversation(TOOLS, tool_format, answer, DRIVER, print).rollout(session))
+    return asyncio.run(
+        ToolConversation(TOOLS, tool_format, lambda record: nullcontext(answer), DRIVER, print).rollout(session)
+    )
 
 
 def said(found: Trajectory) -> list[tuple[str, str]]:
