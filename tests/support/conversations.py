@@ -22,10 +22,10 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.speech import describe_speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask

@@ -13,9 +13,9 @@ from nemo_rl_moe.config.environments.agent import AgentConfig, EndpointDriverCon
 from nemo_rl_moe.config.user_code import import_function_of_task
 from nemo_rl_moe.data.speech import describe_speech
 from nemo_rl_moe.data.thinking import Thinking
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, in_separate_process
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AGENT_KEY, AgentProgram, Program

@@ -9,8 +9,8 @@ from nemo_rl_moe.data.encoding import most_characters, num_characters
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import TemplateInputs, ToolDefinition
 from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest, MessageKey, key_of
 from nemo_rl_moe.generation.interface import TokenIds
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, MessageKey, key_of
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 

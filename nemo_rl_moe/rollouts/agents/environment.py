@@ -13,11 +13,12 @@ from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.thinking import THINK_START, Thinking
 from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
+from nemo_rl_moe.endpoint.replies import chat_choice, chat_reply, message_of, read_turn, without_thinking
+from nemo_rl_moe.endpoint.request_error import RequestError
 from nemo_rl_moe.errors import DataError, printable
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.agents.branches import Branches, TooLong
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
-from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to, without_thinking
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
@@ -268,7 +269,9 @@ class _Talk:
         self._calls.note(zip(ids, read.calls, strict=True), read.num_malformed)
         self._branches.add(place, message, turn.token_ids)
         name = f"{session.group_id}-{len(session.turns)}"
-        return reply_to(request, turn, message, prompt_ids, name=name, model=self._rules.model, text_of=session.decode)
+        sampled = turn.token_ids
+        choice = chat_choice(request, message, sampled, turn.logprobs, session.decode, is_cut=turn.is_cut)
+        return chat_reply(request, [choice], prompt_ids, len(sampled), name=name, model=self._rules.model)
 
 
 def _has_ended() -> RequestError:

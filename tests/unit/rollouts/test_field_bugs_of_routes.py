@@ -17,9 +17,9 @@ import torch
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.distributed.batch import Destination, ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rollouts.agents.branches import Branches
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.training_batch import training_batch

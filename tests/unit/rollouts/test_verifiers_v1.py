@@ -16,10 +16,10 @@ from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers

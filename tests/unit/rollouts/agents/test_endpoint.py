@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
+from nemo_rl_moe.endpoint.request_error import RequestError
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents import worker_pool
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram

@@ -14,9 +14,9 @@ import pytest
 
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram

@@ -12,6 +12,7 @@ from nemo_rl_moe.config.tool_definitions import definition_problem
 from nemo_rl_moe.data.messages import Message, content_text, parse_messages
 from nemo_rl_moe.data.record_values import RecordError, kind_of
 from nemo_rl_moe.data.template_inputs import ToolDefinition
+from nemo_rl_moe.endpoint.request_error import RequestError
 from nemo_rl_moe.generation.interface import SamplingParameters
 
 _NO_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
@@ -29,26 +30,6 @@ _WITHOUT_EFFECT = (
     "prediction",
 )
 """Parameters that do not change a response."""
-
-
-class RequestError(Exception):
-    """A request is refused.
-
-    Attributes:
-        status: HTTP status.
-        code: OpenAI's code of the error, if it has one.
-        parameter: The wrong parameter, if it is a single one.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None, parameter: str | None = None):
-        super().__init__(message)
-        self.status, self.code, self.parameter = status, code, parameter
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's form."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
 
 
 @dataclass(frozen=True)
