@@ -5,6 +5,7 @@
 T1 to T19 are the bugs of other frameworks that concern an endpoint, by their numbers in our list.
 """
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +18,14 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.conversations import says_more
+from tests.support.chat_templates import THINKING, make_byte_tokenizer
 from tests.support.conversations import (
     ALL,
     LOGPROB,
     MODEL,
     QUESTION,
     WEIGHT_VERSION,
+    Family,
     Gate,
     client_of,
     ended,
@@ -39,6 +42,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+SHOWS_OBJECTS_ALONE = (
+    THINKING.replace("<call>", "<tool_call>")
+    .replace("</call>", "</tool_call>")
+    .replace("call.function.arguments}", "call.function.arguments if call.function.arguments is mapping else {}}")
+)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -258,6 +266,45 @@ def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
         QWEN,
     )[1]
     assert (seen[-1].message.content, without.metrics["agent/tool_calls"]) == (CALL, 0)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": \u00e9 1', "[1]", "\u00e9"])
+@pytest.mark.parametrize("name", ["Qwen3, Qwen3-MoE", "DeepSeek-V3"])
+def test_arguments_that_are_no_object_are_shown_as_they_are(name: str, arguments: str) -> None:
+    """An agent that parses calls on its own shows the model its broken call."""
+    family, requests = ALL[name], list[list[int]]()
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    told = {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "not valid JSON"}
+
+    def agent(task: AgentTask) -> float:
+        messages = [*task.messages, {"role": "assistant", "content": None, "tool_calls": [call]}, told]
+        answer = sent(client_of(task), messages, tools=[TOOL]).choices[0].message
+        sent(client_of(task), [*messages, answer, {"role": "user", "content": "Again."}], tools=[TOOL])
+        return 1.0
+
+    _, found = play(agent, [ended(family, "one"), ended(family, "two")], family, requests=requests)
+    text = family.tokenizer.decode(requests[0])
+    assert arguments in text or json.dumps(arguments, ensure_ascii=False) in text
+    assert (found.fault, found.num_sequences, found.metrics["agent/refused_requests"]) == (None, 1, 0)
+
+
+def test_arguments_that_a_template_cannot_show_are_refused_with_the_reason() -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a" 1'}}
+    refusals: list[tuple[int, str, str | None]] = []
+
+    def agent(task: AgentTask) -> float:
+        messages = [*task.messages, {"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Why?"}]
+        refusals.append(error_of(lambda: sent(client_of(task), messages, tools=[TOOL])))
+        sent(client_of(task), task.messages)
+        return 1.0
+
+    for family in (ALL["OLMo-3"], Family(make_byte_tokenizer(SHOWS_OBJECTS_ALONE), ("<|end|>",))):
+        play(agent, [ended(family, "one")], family)
+    (status, by_template, _), (_, by_us, _) = refusals
+    assert status == 400
+    begin = "a call has the arguments '{\"a\" 1', which is no JSON of an object: "
+    assert by_template.startswith(f"{begin}the chat template refuses the conversation")
+    assert by_us == f"{begin}the chat template shows arguments of an object alone"
 
 
 def test_t17_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on_twice() -> None:
