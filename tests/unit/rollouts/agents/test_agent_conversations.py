@@ -14,6 +14,7 @@ import pytest
 from openai import APITimeoutError, OpenAI
 
 from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.tool_call_forms import FORMS
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -269,7 +270,7 @@ def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": \u00e9 1', "[1]", "\u00e9"])
-@pytest.mark.parametrize("name", ["Qwen3, Qwen3-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Qwen3, Qwen3-MoE", "Llama 3.1", "corrected Kimi-K2"])
 def test_arguments_that_are_no_object_are_shown_as_they_are(name: str, arguments: str) -> None:
     """An agent that parses calls on its own shows the model its broken call."""
     family, requests = ALL[name], list[list[int]]()
@@ -300,6 +301,8 @@ def test_arguments_that_a_template_cannot_show_are_refused_with_the_reason() -> 
 
     for family in (ALL["OLMo-3"], Family(make_byte_tokenizer(SHOWS_OBJECTS_ALONE), ("<|end|>",))):
         play(agent, [ended(family, "one")], family)
+    for form in FORMS:  # of a template that takes arguments as text, too
+        assert form.of({"role": "assistant", "content": "", "tool_calls": [call]})["tool_calls"] == [call]
     (status, by_template, _), (_, by_us, _) = refusals
     assert status == 400
     begin = "a call has the arguments '{\"a\" 1', which is no JSON of an object: "
