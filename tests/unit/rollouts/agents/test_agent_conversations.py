@@ -6,7 +6,6 @@ T1 to T19 are the bugs of other frameworks that concern an endpoint, by their nu
 """
 
 import json
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -364,27 +363,6 @@ def test_t02_a_template_that_drops_thinking_begins_another_sequence() -> None:
         assert last.count("hm") == (2 if keeps else 1)
 
 
-def test_requests_at_the_same_time_are_answered_one_after_the_other() -> None:
-    replies: list[str] = []
-
-    def agent(task: AgentTask) -> float:
-        client = client_of(task)
-        threads = [
-            threading.Thread(target=lambda: replies.append(sent(client, task.messages).choices[0].message.content))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return 1.0
-
-    responses = [ended(QWEN, word) for word in ("a", "b", "c", "d")]
-    _, found = play(agent, responses, QWEN)
-    assert sorted(replies) == ["a", "b", "c", "d"]
-    assert sampled_of(found) == responses
-
-
 def message_of_refusal(content: str, max_tokens: int) -> str:
     """Return the message that refuses a question. The agent then asks the question of its task."""
     errors: list[Any] = []
@@ -557,24 +535,3 @@ def test_a_reply_that_nobody_read_is_given_to_who_asks_again() -> None:
     _, found = play(agent, responses, QWEN, gate=gate)
     assert texts == ["one", "two"]
     assert sampled_of(found) == responses
-
-
-def test_a_request_whose_client_left_before_its_turn_is_not_answered() -> None:
-    texts: list[str] = []
-    gate = Gate()
-
-    def agent(task: AgentTask) -> float:
-        client = client_of(task)
-        first = threading.Thread(target=lambda: texts.append(sent(client, task.messages).choices[0].message.content))
-        first.start()
-        gate.is_reached.wait()
-        with pytest.raises(APITimeoutError):
-            sent(client.with_options(timeout=0.5), [{"role": "user", "content": "left"}])
-        wait_for_the_server(task)
-        gate.is_open.set()
-        first.join()
-        return 1.0
-
-    _, found = play(agent, [ended(QWEN, "one")], QWEN, gate=gate)
-    assert texts == ["one"]
-    assert found.num_turns == 1
