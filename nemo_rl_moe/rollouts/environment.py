@@ -379,8 +379,11 @@ class Session:
         with self._asking(_SCORE):
             return await self.trajectory.score(item)
 
-    def reward(self, amount: float) -> None:
-        """Add a reward for the last response. The trajectory's reward is its score plus these rewards.
+    def reward(self, amount: float, turn: int | None = None) -> None:
+        """Add a reward for a response. The trajectory's reward is its score plus these rewards.
+
+        Args:
+            turn: Index of the response in `turns`. None: the last one.
 
         Raises:
             RuntimeError: There is no response yet.
@@ -392,7 +395,7 @@ class Session:
             raise ValueError(
                 f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
             )
-        turn = len(self.turns) - 1
+        turn = len(self.turns) - 1 if turn is None else turn
         self._turn_rewards[turn] = self._turn_rewards.get(turn, 0.0) + float(amount)
 
     @contextmanager

@@ -30,6 +30,7 @@ from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.requests import RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.worker import answer_of
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentWorkers, end_of
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.running import RunningTrajectory
@@ -312,11 +313,10 @@ class ThreadWorkers:
 
     def _run(self, task: AgentTask) -> AgentEnd:
         try:
-            result = self._agent(task)
+            answer = answer_of(0, self._agent(task))
         except Exception as error:
             return AgentEnd(fault=Fault.ERROR, message=one_line(error))
-        pair = result if isinstance(result, tuple) else (result, None)
-        return end_of({"result": pair[0], "is_correct": pair[1]})
+        return end_of(json.loads(answer)[1])
 
 
 def play(

@@ -15,6 +15,7 @@ from nemo_rl_moe.rollouts.agents.branches import TooLong
 from nemo_rl_moe.rollouts.agents.requests import MOST_REPORTED, Asked, RequestSettings, TrajectoryRequests, has_ended
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.worker import AGENT_KEY
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWorkers
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -123,4 +124,8 @@ class AgentEnvironment:
             reason = f"; the last one was refused: {requests.refusal}" if requests.refusal else ""
             message = f"the agent has ended without a request that the model could answer{reason}"
             return session.failed(Fault.ERROR, message)
+        try:
+            requests.reward(end.turn_rewards)
+        except ValueError as error:
+            return session.failed(Fault.ERROR, f"{AGENT_KEY} returned turn_rewards: {error}")
         return session.finish(await session.score() if end.score is None else end.score, end.metrics)

@@ -4,12 +4,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.thinking import THINK_START, Thinking
@@ -95,6 +96,7 @@ class TrajectoryRequests:
         assert session.continuation is not None, "checked before anything starts"
         self._session, self._settings, self._post, self._report = session, settings, post, report
         self._branches = Branches(session, session.continuation)
+        self._turns: dict[str, int] = {}
         self._unread: dict[str, dict[str, Any]] = {}
         self._missed: dict[str, SampledResponse] = {}
         self._arrived: list[Asked] = []
@@ -120,6 +122,18 @@ class TrajectoryRequests:
     def keep(self, asked: Asked, reply: dict[str, Any]) -> None:
         """Keep a reply that its client has not read for a client that repeats the request."""
         self._unread[asked.text] = reply
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """Give rewards to responses, by the ids of their replies.
+
+        Raises:
+            ValueError: An id is unknown, or a reward is no number or too large.
+        """
+        for name, amount in rewards.items():
+            if name not in self._turns:
+                hint = did_you_mean(nearest(name, self._turns))
+                raise ValueError(f"got {shortened(name)!r}, expected the id of a reply of this trajectory{hint}")
+            self._session.reward(amount, self._turns[name])
 
     def close(self) -> None:
         """Refuse all requests that have no reply yet."""
@@ -228,6 +242,7 @@ class TrajectoryRequests:
         ids = [call["id"] for call in message.get("tool_calls", ())]
         self._calls.note(zip(ids, read.calls, strict=True), read.num_malformed)
         name = f"{session.group_id}-{len(session.turns)}"
+        self._turns[name] = len(session.turns) - 1
         choice = chat_choice(request, message, turn.token_ids, turn.logprobs, session.decode, is_cut=turn.is_cut)
         model, num_sampled = settings.rules.model, len(turn.token_ids)
         return chat_reply(request, [choice], place.token_ids, num_sampled, name=name, model=model)

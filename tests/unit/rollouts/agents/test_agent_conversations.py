@@ -15,7 +15,7 @@ from openai import APITimeoutError, OpenAI
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.tool_call_forms import FORMS
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.task import AgentResult, AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.conversations import says_more
 from tests.support.chat_templates import THINKING, make_byte_tokenizer
@@ -450,6 +450,50 @@ def test_what_an_agent_gives_and_what_it_does_not() -> None:
     _, found = play(lambda task: (chat(task, []), "nothing")[1], response, QWEN)
     assert found.fault is Fault.ERROR
     assert found.fault_message.startswith("env.driver.program returned 'nothing' (str), expected a number")
+
+
+def test_an_agent_rewards_single_responses_by_the_ids_of_their_replies() -> None:
+    def agent(task: AgentTask) -> AgentResult:
+        histories = [[{"role": "user", "content": name}] for name in ("main", "helper")]
+        ids = []
+        for history in (*histories, *histories):  # the turns alternate
+            reply = sent(client_of(task), history)
+            ids.append(reply.id)
+            history += [reply.choices[0].message.to_dict(), {"role": "user", "content": "and?"}]
+        return AgentResult(1.0, turn_rewards={ids[1]: 0.5, ids[2]: -0.25})
+
+    responses = [ended(QWEN, "x" * (number + 1)) for number in range(4)]
+    _, found = play(agent, responses, QWEN)
+    assert (found.turn_rewards, found.reward, found.fault) == ((0.0, 0.5, -0.25, 0.0), 1.25, None)
+    assert found.turn_order == (0, 2, 1, 3)
+    without = play(
+        lambda task: AgentResult(None, turn_rewards={sent(client_of(task), task.messages).id: 0.5}),
+        responses,
+        QWEN,
+        reward=0.25,
+    )[1]
+    assert (without.turn_rewards, without.reward) == ((0.5,), 0.75)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ({"p:0#0-2": 1.0}, "got 'p:0#0-2', expected the id of a reply of this trajectory; did you mean p:0#0-1?"),
+        ({"p:0#0-1": "much"}, "turn_rewards['p:0#0-1'] 'much' (str), expected a number"),
+        ({"p:0#0-1": float("nan")}, "a turn's reward is nan, expected a number from"),
+        ({"p:0#0-1": 1e7}, "a turn's reward is 10000000.0, expected a number from"),
+        ([1.0], "turn_rewards is [1.0] (list), expected the id of a reply -> its reward"),
+    ],
+)
+def test_wrong_rewards_of_responses_fail_the_trajectory(rewards: Any, message: str) -> None:
+    def agent(task: AgentTask) -> AgentResult:
+        chat(task, [])
+        return AgentResult(1.0, turn_rewards=rewards)
+
+    _, found = play(agent, [ended(QWEN, "3")], QWEN)
+    assert found.fault is Fault.ERROR
+    assert message in found.fault_message
+    assert found.turn_rewards == ()
 
 
 def test_control_tokens_in_messages_are_plain_text() -> None:
