@@ -134,12 +134,14 @@ def test_requests_that_wait_for_a_response_count_as_turns() -> None:
 
     def agent(task: AgentTask) -> float:
         def ask(text: str) -> None:
-            sent(client_of(task), [{"role": "user", "content": text}])
+            sent(client_of(task).with_options(timeout=10.0), [{"role": "user", "content": text}])
 
         def ask_too_much() -> None:
             gate.is_reached.wait()
-            errors.append(error_of(lambda: ask("2")))
-            gate.is_open.set()
+            try:
+                errors.append(error_of(lambda: ask("2")))
+            finally:
+                gate.is_open.set()
 
         at_once(partial(ask, "1"), ask_too_much)
         return 1.0
