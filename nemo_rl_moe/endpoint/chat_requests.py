@@ -3,8 +3,8 @@
 """Requests for chat completions. The run's sampling holds, whatever a request asks for."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
@@ -17,8 +17,8 @@ from nemo_rl_moe.generation.interface import SamplingParameters
 
 _NO_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
 """Keys of assistant messages that clients add and chat templates do not know."""
-_USED = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids")
-_WITHOUT_EFFECT = (
+CHAT_PARAMETERS = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids")
+WITHOUT_EFFECT = (
     "user",
     "metadata",
     "store",
@@ -54,7 +54,7 @@ class ChatRequest:
 
 
 MessageKey = tuple[str, str, str]
-_Check = Callable[[Any], str | None]
+Check = Callable[[Any], str | None]
 """Returns what is expected instead of a value, or None if the value is allowed."""
 
 
@@ -80,6 +80,39 @@ def _decoded(arguments: object) -> object:
         return arguments
 
 
+def neutral_checks(reason: str) -> dict[str, Check]:
+    """Return the checks of parameters of which only the neutral value is known.
+
+    Args:
+        reason: Appended to the expectations, such as ", as training knows none".
+    """
+    return {
+        "min_p": must_equal(0, f"no limit{reason}"),
+        "min_tokens": must_equal(0, f"no limit{reason}"),
+        "ignore_eos": must_equal(False, "the end of the turn"),
+        "skip_special_tokens": must_equal(True, "text without special tokens"),
+        "include_stop_str_in_output": must_equal(False, "text without stop strings"),
+        "repetition_penalty": must_equal(1, f"no penalty{reason}"),
+        "presence_penalty": must_equal(0, f"no penalty{reason}"),
+        "frequency_penalty": must_equal(0, f"no penalty{reason}"),
+        "logit_bias": must_equal({}, f"none{reason}"),
+        "response_format": must_equal({"type": "text"}, f"free text{reason}"),
+        "parallel_tool_calls": must_equal(True, "all calls of a response"),
+        "tool_choice": lambda value: None if value in ("auto", "none") else f"auto or none{reason}",
+        "thinking": must_equal(None, "none: chat_template_kwargs sets how prompts are rendered"),
+        "verbosity": must_equal(None, "none: chat_template_kwargs sets how prompts are rendered"),
+    }
+
+
+def fixed_checks() -> dict[str, Check]:
+    """Return the checks of parameters of the reply's form."""
+    return {
+        "stream": lambda value: None if isinstance(value, bool) else "true or false",
+        "top_logprobs": must_equal(0, "the tokens' own log-probabilities alone"),
+        "modalities": must_equal(["text"], "text alone"),
+    }
+
+
 class RequestRules:
     """Limits of the requests of a run.
 
@@ -97,34 +130,14 @@ class RequestRules:
             "top_k": ("policy.generation.top_k", -1 if sampling.top_k is None else sampling.top_k),
         }
         no_template = "none: data.chat_template_kwargs sets how prompts are rendered"
-        self._always: dict[str, _Check] = {
-            "n": _must_equal(1, "one response to a request"),
-            "stream": lambda value: None if isinstance(value, bool) else "true or false",
-            "top_logprobs": _must_equal(0, "the tokens' own log-probabilities alone"),
-            "modalities": _must_equal(["text"], "text alone"),
-        }
-        self._sampling: dict[str, _Check] = {
-            **{name: _must_equal(value, f"the run's {key}") for name, (key, value) in fixed.items()},
-            "min_p": _must_equal(0, "no limit, as training knows none"),
-            "min_tokens": _must_equal(0, "no limit, as training knows none"),
-            "ignore_eos": _must_equal(False, "the end of the turn"),
-            "skip_special_tokens": _must_equal(True, "text without special tokens"),
-            "include_stop_str_in_output": _must_equal(False, "text without stop strings"),
-            "repetition_penalty": _must_equal(1, "no penalty, as training knows none"),
-            "presence_penalty": _must_equal(0, "no penalty, as training knows none"),
-            "frequency_penalty": _must_equal(0, "no penalty, as training knows none"),
-            "logit_bias": _must_equal({}, "none, as training knows none"),
-            "response_format": _must_equal({"type": "text"}, "free text, as training knows no constraint"),
-            "seed": _must_equal(None, "none: the run draws the seed of each response"),
-            "stop": _must_equal([], "none: policy.generation.stop_strings ends responses"),
-            "parallel_tool_calls": _must_equal(True, "all calls of a response"),
-            "tool_choice": lambda value: (
-                None if value in ("auto", "none") else "auto or none: training knows no constraint"
-            ),
-            "chat_template_kwargs": _must_equal({}, no_template),
-            "reasoning_effort": _must_equal(None, no_template),
-            "thinking": _must_equal(None, no_template),
-            "verbosity": _must_equal(None, no_template),
+        self._always = {"n": must_equal(1, "one response to a request"), **fixed_checks()}
+        self._sampling: dict[str, Check] = {
+            **{name: must_equal(value, f"the run's {key}") for name, (key, value) in fixed.items()},
+            **neutral_checks(", as training knows none"),
+            "seed": must_equal(None, "none: the run draws the seed of each response"),
+            "stop": must_equal([], "none: policy.generation.stop_strings ends responses"),
+            "chat_template_kwargs": must_equal({}, no_template),
+            **dict.fromkeys(("reasoning_effort", "thinking", "verbosity"), must_equal(None, no_template)),
         }
 
     def parse(self, body: object) -> ChatRequest:
@@ -134,69 +147,90 @@ class RequestRules:
             RequestError: The request is malformed, or asks for what the model cannot do. With strict rules also if it
                 asks for other sampling than the run's.
         """
-        if not isinstance(body, Mapping):
-            raise RequestError(f"the body is {kind_of(body)}, expected an object with model and messages")
-        given = {name: value for name, value in body.items() if value is not None}
+        given = given_parameters(body)
         differences = tuple(filter(None, (self._difference(name, value) for name, value in given.items())))
-        if (model := given.get("model")) != self.model:
-            message = f"model: got {_shown(model)}, expected {self.model!r}, the model in training"
-            raise RequestError(message, status=404, code="model_not_found", parameter="model")
-        tools = self._tools(given.get("tools", []))
-        limits = [_positive(name, given[name]) for name in ("max_tokens", "max_completion_tokens") if name in given]
-        return ChatRequest(
-            _messages(given.get("messages")),
-            tools,
-            reads_calls=bool(tools) and given.get("tool_choice") != "none",
-            max_tokens=min(limits, default=None),
-            wants_logprobs=given.get("logprobs") is True,
-            wants_token_ids=given.get("return_token_ids") is True,
-            differences=differences,
-        )
+        require_model(given, self.model, "the model in training")
+        return replace(chat_request(given, self._no_tools), differences=differences)
 
     def _difference(self, name: str, value: Any) -> str | None:
         """Return how the run's sampling differs from what a parameter asks for."""
-        if name in _USED or name in _WITHOUT_EFFECT:
+        if name in CHAT_PARAMETERS or name in WITHOUT_EFFECT:
             return None
         check = self._always.get(name, self._sampling.get(name))
         if check is None:
-            known = (*_USED, *self._always, *self._sampling, *_WITHOUT_EFFECT)
-            raise RequestError(
-                f"{shortened(name)}: is no parameter that this endpoint knows{did_you_mean(nearest(name, known))}",
-                parameter=name,
-            )
+            raise unknown_parameter(name, (*CHAT_PARAMETERS, *self._always, *self._sampling))
         if (expected := check(value)) is None:
             return None
-        difference = f"{name}: got {_shown(value)}, expected {expected}"
+        difference = f"{name}: got {shown(value)}, expected {expected}"
         if self._is_strict or name in self._always:
             raise RequestError(f"{difference}; leave it out", parameter=name)
         return difference
 
-    def _tools(self, value: object) -> tuple[ToolDefinition, ...]:
-        if not isinstance(value, list):
-            raise RequestError(f"tools: got {kind_of(value)}, expected a list of definitions", parameter="tools")
-        for index, definition in enumerate(value):
-            if (problem := definition_problem(definition)) is not None:
-                raise RequestError(f"tools[{index}]: {problem}", parameter="tools")
-        names = [definition["function"]["name"] for definition in value]
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise RequestError(f"tools: got {shortened(repeated)!r} twice, expected one of each", parameter="tools")
-        if value and self._no_tools is not None:
-            raise RequestError(f"tools: got {len(value)}, expected none: {self._no_tools}", parameter="tools")
-        return tuple(value)
+
+def given_parameters(body: object) -> dict[str, Any]:
+    """Return the parameters of a body without nulls. A body that is no object raises a `RequestError`."""
+    if not isinstance(body, Mapping):
+        raise RequestError(f"the body is {kind_of(body)}, expected an object with the request's parameters")
+    return {name: value for name, value in body.items() if value is not None}
 
 
-def _must_equal(allowed: object, expected: str) -> _Check:
+def require_model(given: Mapping[str, Any], model: str, what: str) -> None:
+    """Raise a `RequestError` if a request is for another model."""
+    if (asked := given.get("model")) != model:
+        message = f"model: got {shown(asked)}, expected {model!r}, {what}"
+        raise RequestError(message, status=404, code="model_not_found", parameter="model")
+
+
+def unknown_parameter(name: str, known: Sequence[str]) -> RequestError:
+    """Return the error about a parameter that is not known."""
+    nearest_known = did_you_mean(nearest(name, (*known, *WITHOUT_EFFECT)))
+    return RequestError(f"{shortened(name)}: is no parameter that this endpoint knows{nearest_known}", parameter=name)
+
+
+def chat_request(given: Mapping[str, Any], no_tools: str | None) -> ChatRequest:
+    """Parse the parameters `CHAT_PARAMETERS` of a request.
+
+    Args:
+        no_tools: Reason why requests cannot have tools. None if they can.
+    """
+    tools = _tools(given.get("tools", []), no_tools)
+    limits = [positive(name, given[name]) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    return ChatRequest(
+        _messages(given.get("messages")),
+        tools,
+        reads_calls=bool(tools) and given.get("tool_choice") != "none",
+        max_tokens=min(limits, default=None),
+        wants_logprobs=given.get("logprobs") is True,
+        wants_token_ids=given.get("return_token_ids") is True,
+    )
+
+
+def _tools(value: object, no_tools: str | None) -> tuple[ToolDefinition, ...]:
+    if not isinstance(value, list):
+        raise RequestError(f"tools: got {kind_of(value)}, expected a list of definitions", parameter="tools")
+    for index, definition in enumerate(value):
+        if (problem := definition_problem(definition)) is not None:
+            raise RequestError(f"tools[{index}]: {problem}", parameter="tools")
+    names = [definition["function"]["name"] for definition in value]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"tools: got {shortened(repeated)!r} twice, expected one of each", parameter="tools")
+    if value and no_tools is not None:
+        raise RequestError(f"tools: got {len(value)}, expected none: {no_tools}", parameter="tools")
+    return tuple(value)
+
+
+def must_equal(allowed: object, expected: str) -> Check:
     shown = "" if isinstance(allowed, dict | list) or allowed is None else f" ({json.dumps(allowed)})"
     return lambda value: None if value == allowed else f"{expected}{shown}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     return shortened(json.dumps(value, default=str))
 
 
-def _positive(name: str, value: object) -> int:
+def positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RequestError(f"{name}: got {_shown(value)}, expected a whole number from 1 on", parameter=name)
+        raise RequestError(f"{name}: got {shown(value)}, expected a whole number from 1 on", parameter=name)
     return value
 
 

@@ -5,6 +5,7 @@
 import hmac
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
@@ -56,26 +57,28 @@ def application(key: str, wrong_key: str, routes: str, public: Collection[str] =
             expected = f"; expected {routes}" if error.status in (404, 405) else ""
             message = f"{request.method} {request.path}: {error.reason}{expected}"
             return web.json_response(RequestError(message).body, status=error.status)
+        except Exception:
+            _LOG.exception("%s %s failed", request.method, request.path)
+            failed = RequestError("the server failed to answer; its output has the reason", status=500)
+            return web.json_response(failed.body, status=failed.status)
 
     middlewares: list[Middleware] = [guarded]
     return web.Application(middlewares=middlewares, client_max_size=MOST_BODY_BYTES)
 
 
-async def listen(app: web.Application, port: int = 0) -> tuple[web.AppRunner, int]:
+async def listen(app: web.Application, bound: socket.socket | None = None) -> tuple[web.AppRunner, int]:
     """Start an application on the loopback interface. Return its runner and its port.
 
     Args:
-        port: Port to listen on. 0: a free one.
-
-    Raises:
-        OSError: The port is in use.
+        bound: A socket that is bound to the address. None: a free port.
     """
     # Handlers of disconnected clients are cancelled. No client compresses its requests.
     runner = web.AppRunner(
         app, logger=_LOG, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
     )
     await runner.setup()
-    await web.TCPSite(runner, HOST, port).start()
+    site = web.TCPSite(runner, HOST, 0) if bound is None else web.SockSite(runner, bound)
+    await site.start()
     return runner, runner.addresses[0][1]
 
 

@@ -134,15 +134,20 @@ def chat_reply(
         "created": int(time.time()),
         "model": model,
         "choices": list(choices),
-        "usage": {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": num_sampled,
-            "total_tokens": len(prompt_ids) + num_sampled,
-        },
+        "usage": usage_of(len(prompt_ids), num_sampled),
     }
     if request.wants_token_ids:
         reply["prompt_token_ids"] = list(prompt_ids)
     return reply
+
+
+def usage_of(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """Return the numbers of tokens of a reply."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
 
 
 def chat_chunks(reply: dict[str, Any]) -> list[dict[str, Any]]:
@@ -158,6 +163,13 @@ def chat_chunks(reply: dict[str, Any]) -> list[dict[str, Any]]:
         end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
         chunks += [{**head, "choices": [{**rest, "delta": message, "finish_reason": None}]}, {**head, "choices": [end]}]
     return [*chunks, {**head, "choices": [], "usage": usage}]
+
+
+def completion_chunks(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a reply to a request for completions as chunks of a stream: each choice, and the numbers of tokens."""
+    head = {key: value for key, value in reply.items() if key != "usage"}
+    chunks = [{**head, "choices": [choice]} for choice in reply["choices"]]
+    return [*chunks, {**head, "choices": [], "usage": reply["usage"]}]
 
 
 def _logprob(text: str, logprob: float) -> dict[str, Any]:

@@ -458,6 +458,7 @@ class Session:
             turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
             turn_order=tuple(order) if order != sorted(order) else (),
             turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
+            answer=encodable(score.answer),
         )
 
     def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:

@@ -210,7 +210,9 @@ def test_generate_commands_are_valid() -> None:
         options, overrides = parser.parse_known_args(command[1:])
         assert not [word for word in overrides if word.startswith("-")], command
         load_grpo_config(
-            generate_command.BASE_CONFIG, generate_command.overrides_of(options) + overrides, check_paths=False
+            generate_command.BASE_CONFIG,
+            generate_command.overrides_of(generate_command.OPTIONS, options) + overrides,
+            check_paths=False,
         )
 
 
