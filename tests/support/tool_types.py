@@ -88,9 +88,10 @@ class Counter:
     """Counts for one trajectory, and notes its end in a file."""
 
     def __init__(self, record: Mapping[str, Any], *, first: int = 0, file: str = ""):
-        if record["start"] < 0:
+        start = record.get("start", 0)
+        if start < 0:
             raise ValueError("no negative start")
-        self._total, self._file = record["start"] + first, file
+        self._total, self._file = start + first, file
 
     async def count(self, by: int = 1) -> int:
         """Count on.
@@ -122,8 +123,9 @@ class Counter:
     async def close(self) -> None:
         if self._total > 100:
             raise ValueError("too high")
-        with Path(self._file).open("a") as file:
-            file.write(f"{self._total}\n")
+        if self._file:
+            with Path(self._file).open("a") as file:
+                file.write(f"{self._total}\n")
 
 
 class NeedsMore:
