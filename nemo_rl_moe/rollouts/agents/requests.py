@@ -152,8 +152,9 @@ class TrajectoryRequests:
 
     def _begin(self, asked: Asked) -> None:
         """Ask the model for the response to a request, unless there is one already."""
-        if (reply := self._unread.pop(asked.text, None)) is not None:
-            self._give(asked, lambda: reply)
+        if (reply := self._unread.get(asked.text)) is not None:
+            if self._give(asked, lambda: reply):
+                del self._unread[asked.text]
             return
         try:
             place = self._place(asked.body)
@@ -164,9 +165,10 @@ class TrajectoryRequests:
         except BaseException:
             asked.refuse(has_ended())
             raise
-        missed = self._missed.pop(asked.text, None)
+        missed = self._missed.get(asked.text)
         if missed is not None and missed.prompt_ids == place.token_ids:
-            self._give(asked, lambda: self._added(place, missed))
+            if self._give(asked, lambda: self._added(place, missed)):
+                del self._missed[asked.text]
             return
         sampling = self._session.sample(place.token_ids, place.request.max_tokens)
         task = asyncio.get_running_loop().create_task(sampling)
