@@ -10,7 +10,7 @@ from typing import Any
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.config.tool_definitions import definition_problem
 from nemo_rl_moe.data.messages import Message, content_text, parse_messages
-from nemo_rl_moe.data.record_values import RecordError, kind_of
+from nemo_rl_moe.data.record_values import RecordError, json_object, kind_of, require_encodable
 from nemo_rl_moe.data.template_inputs import ToolDefinition
 from nemo_rl_moe.endpoint.request_error import RequestError
 from nemo_rl_moe.generation.interface import SamplingParameters
@@ -73,8 +73,11 @@ def key_of(message: Message) -> MessageKey:
 
 
 def _decoded(arguments: object) -> object:
-    """Return arguments of a call as an object. Requests have them as JSON text."""
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
+    """Return arguments of a call as an object, or as text if they are no JSON. Replies have them as JSON text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
 
 
 def neutral_checks(reason: str) -> dict[str, Check]:
@@ -242,6 +245,7 @@ def _messages(value: object) -> tuple[Message, ...]:
             if isinstance(value, list)
             else value,
             "messages",
+            _arguments,
         )
     except RecordError as error:
         raise RequestError(str(error), parameter="messages") from None
@@ -259,6 +263,17 @@ def _messages(value: object) -> tuple[Message, ...]:
 
 def _without_client_keys(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in _NO_MESSAGE_KEYS and value is not None}
+
+
+def _arguments(value: object, name: str) -> dict[str, Any] | str:
+    """Return arguments of a call. A text that is no JSON of an object stays, as agents show the model its mistakes."""
+    try:
+        return json_object(value, name)
+    except RecordError:
+        if not isinstance(value, str):
+            raise
+        require_encodable(value, name)
+        return value
 
 
 def _is_silent(message: Mapping[str, Any]) -> bool:

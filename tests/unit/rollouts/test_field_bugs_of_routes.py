@@ -131,9 +131,9 @@ async def test_t13_routes_of_a_branch_are_those_of_its_own_tokens() -> None:
 
     async def ask(*messages: Message) -> Message:
         place = branches.place(ChatRequest(messages))
-        turn = await session.continue_sequence(place.sequence, session.max_tokens)
-        reply = {"role": "assistant", "content": turn.text}
-        branches.add(place, reply, turn.token_ids)
+        sampled = await session.sample(place.token_ids)
+        reply = {"role": "assistant", "content": sampled.turn.text}
+        branches.add(place, reply, sampled)
         return reply
 
     first = await ask(*ASKED)

@@ -23,6 +23,7 @@ from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents import worker_pool
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.requests import RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
@@ -187,7 +188,7 @@ def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
     monkeypatch.setenv("A_SECRET_TOKEN", "x")
     log = tmp_path / "agents.log"
     with EndpointServer(MODEL) as server, AgentWorkers(PROGRAM, 2, log) as workers:
-        environment = AgentEnvironment(RULES, None, 8, server, workers, None)
+        environment = AgentEnvironment(RequestSettings(RULES, None, 8), server, workers, None)
 
         async def run(whats: list[str]) -> list[Trajectory]:
             sessions = [session_of(what, [ended(QWEN, "three")]) for what in whats]
@@ -243,7 +244,7 @@ def test_a_command_gets_its_task_and_writes_its_reward(tmp_path: Path) -> None:
     )
     command = AgentProgram(None, (sys.executable, str(program)), memory_mb=4000)
     with EndpointServer(MODEL) as server, AgentWorkers(command, 1, tmp_path / "agents.log") as workers:
-        environment = AgentEnvironment(RULES, None, 8, server, workers, None)
+        environment = AgentEnvironment(RequestSettings(RULES, None, 8), server, workers, None)
         found = {
             what: asyncio.run(environment.rollout(session_of(what, [ended(QWEN, "three")])))
             for what in ("reward", "scored", "exit")
