@@ -98,7 +98,7 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
         ({"seed": 1}, "seed: got 1, expected none: the run draws the seed of each response; leave it out"),
         ({"presence_penalty": 0.5}, "presence_penalty: got 0.5, expected no penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format: got"),
-        ({"tool_choice": "required"}, 'tool_choice: got "required", expected auto or none: training'),
+        ({"tool_choice": "required"}, 'tool_choice: got "required", expected auto or none, as training knows'),
         ({"max_tokens": 0}, "max_tokens: got 0, expected a whole number from 1 on"),
         ({"max_token": 5}, "max_token: is no parameter that this endpoint knows; did you mean"),
         ({"model": "another"}, f"model: got \"another\", expected '{MODEL}', the model in training"),
