@@ -71,6 +71,9 @@ def first_step(folder: Path, data: Path, **changes: Any) -> dict[str, float]:
         "env__reward__kind": "callable",
         "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
         "env__score_truncated": True,
+        # An auxiliary loss depends on microbatches.
+        "policy__megatron_cfg__moe_router_load_balancing_type": "none",
+        "policy__megatron_cfg__moe_aux_loss_coeff": 0.0,
     }
     overrides = grpo_runs.settings(folder, data, **keys, **sft_runs.only_jsonl(), **changes)
     overrides = [override for override in overrides if not override.startswith("data.validation.path=")]
