@@ -49,6 +49,8 @@ from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
+SELECTED_FRACTION = "selected_token_fraction"
+"""Metric of an objective that selects tokens."""
 SCORE_NORMS = "score_norms"
 """Column of the squared norms that some estimators read. It leaves the batch with the last advantages."""
 
@@ -245,7 +247,7 @@ def with_selected_tokens(config: GRPOMasterConfig, batch: TokenBatch, step: int)
     generator = torch.Generator().manual_seed(seed)
     selected = select(logprobs, advantages, mask, config.loss_fn, generator) if mask.any() else mask
     fraction = float(selected.sum() / mask.sum().clamp(min=1))
-    return batch.with_columns(**{SELECTED_TOKENS: per_token(selected)}), {"selected_token_fraction": fraction}
+    return batch.with_columns(**{SELECTED_TOKENS: per_token(selected)}), {SELECTED_FRACTION: fraction}
 
 
 def add_logprobs(
