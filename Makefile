@@ -48,7 +48,7 @@ OPENENV_VENV := .venv-openenv
 # Another release than the first, of which neither has what the other has.
 TASKSETS := "verifiers>=0.4,<0.5"
 TASKSETS_VENV := .venv-tasksets
-CLIENTS := "langchain-openai>=1.7" "litellm>=1.110" "openai-agents>=0.24" "smolagents>=1.26"
+CLIENTS := "langchain-openai>=1.7" "litellm>=1.110" "openai-agents>=0.24" "smolagents>=1.26" "lm-eval[api]>=0.4.13" "inspect-ai>=0.3.285"
 CLIENTS_VENV := .venv-clients
 LIBRARIES_VENV := .venv-libraries
 LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed-$(shell echo $(LIBRARIES) $(HERE) | cksum | cut -d' ' -f1)
@@ -181,20 +181,21 @@ test-trl: $(TEST_STAMP) $(TRL_STAMP) # what runs in trainers of transformers and
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
-libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) $(CLIENTS_STAMP) # verifiers (both releases), MCP, OpenEnv and clients of agents beside .venv, for the tests of environments and tools from other libraries
+libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) $(CLIENTS_STAMP) # verifiers (both releases), MCP, OpenEnv, clients of agents and evaluations beside .venv, for the tests with other libraries
 
-test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) $(CLIENTS_STAMP) # environments of verifiers and OpenEnv, tools of MCP servers, clients of agents; installs them first
+test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) $(CLIENTS_STAMP) # environments of verifiers and OpenEnv, tools of MCP servers, clients of agents, evaluations of a served model; installs them first
 	@OMP_NUM_THREADS=1 $(LIBRARIES_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py tests/functional/test_taskset_runs.py \
 		-m "full or not full" $(PYTEST_ARGUMENTS)
 	@OMP_NUM_THREADS=1 $(TASKSETS_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_v1.py \
 		tests/functional/test_taskset_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
-	@OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/unit/rollouts/agents/test_client_libraries.py $(PYTEST_ARGUMENTS)
+	@OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest tests/unit/rollouts/agents/test_client_libraries.py \
+		tests/functional/test_evaluation_libraries.py $(PYTEST_ARGUMENTS)
 	@OMP_NUM_THREADS=1 $(OPENENV_VENV)/bin/python -m pytest tests/unit/rollouts/test_openenv_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 
 test-browser: $(TEST_STAMP) # reports of runs opened in a browser, skipped without one: apt-get install chromium
-	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
+	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py tests/functional/test_serve_browser.py $(PYTEST_ARGUMENTS)
 
 test-slow: test-slow-unit test-slow-functional test-drills test-trl test-all-other-megatron # tests that `make test-all` leaves out, for the time that they take
 

@@ -40,7 +40,7 @@ from nemo_rl_moe.runs.report import watch as watch_command
 WITHOUT_OVERRIDES = ("convert", "upcycle")
 OF_TRAINING = (
     *("sft", "dpo", "grpo", "ppo", "distillation", "run"),
-    *("config", "plan", "data", "evaluate", "generate", *WITHOUT_OVERRIDES),
+    *("config", "plan", "data", "evaluate", "generate", "serve", *WITHOUT_OVERRIDES),
 )
 """Commands that need the packages of `nemo-rl-moe[train]`."""
 _OF_FOLDERS = {
@@ -69,6 +69,7 @@ examples:
   nemo-rl-moe data --config my_run.yaml --show 5
   nemo-rl-moe evaluate --config grpo_tiny_moe.yaml policy.model_name=results/grpo_tiny_moe/step_30
   nemo-rl-moe generate --model results/grpo_tiny_moe/final --prompts prompts.txt
+  nemo-rl-moe serve --model results/grpo_tiny_moe/final
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe verify results/sft_tiny_moe

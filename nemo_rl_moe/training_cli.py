@@ -15,7 +15,14 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_summaries
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import ConfigurationError, printable
-from nemo_rl_moe.launch import convert_command, evaluate_command, generate_command, start, upcycle_command
+from nemo_rl_moe.launch import (
+    convert_command,
+    evaluate_command,
+    generate_command,
+    serve_command,
+    start,
+    upcycle_command,
+)
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import MasterConfig
@@ -90,7 +97,7 @@ _CONFIG = "config"
 _DATA = "data"
 _PLAN = "plan"
 _OF_WEIGHTS = {"convert": convert_command, "upcycle": upcycle_command}
-_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
+_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command, "serve": serve_command}
 _RUN = "run"
 _HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}
 

@@ -50,6 +50,14 @@ def captured_rows(trajectories: Sequence[Trajectory]) -> list[CapturedRow]:
     return [CapturedRow(trajectory, sequence) for trajectory in trajectories for sequence in trajectory.sequences]
 
 
+def moe_layers(moe_configuration: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the numbers, from 0, of the model's `num_layers` MoE layers."""
+    frequency = moe_configuration.get("moe_layer_freq") or 1
+    if isinstance(frequency, list):
+        return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
+    return tuple(frequency * number for number in range(num_layers))
+
+
 class CaptureWriter:
     """Writer of measured sequences (tokens, log-probabilities, routed experts) to a folder for `nemo-rl-moe audit`.
 
@@ -111,13 +119,10 @@ class CaptureWriter:
 
     def _description(self, routes: StoredColumn) -> CaptureDescription:
         num_layers, topk = routes.row_shape
-        frequency = self._moe.get("moe_layer_freq") or 1
-        if isinstance(frequency, list):
-            layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
-        else:
-            layers = [frequency * number for number in range(num_layers)]
         num_experts = int(self._moe["num_moe_experts"])
-        return CaptureDescription(tuple(layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact)
+        return CaptureDescription(
+            moe_layers(self._moe, num_layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact
+        )
 
     def _sequences(
         self,

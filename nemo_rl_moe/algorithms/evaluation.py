@@ -3,6 +3,7 @@
 """Estimates of a policy's quality from its responses to held-out prompts, each with a standard error."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,11 +39,14 @@ class EvaluationSummary:
     Attributes:
         reward: Mean reward of a response, if any could be scored.
         pass_at_k: `k` -> probability that at least one of `k` responses passes. For `k` = 1 it is the accuracy.
+        majority: Probability that the most frequent answer of the `n` responses passes. None with one response, or if
+            the reward function reads no answers.
     """
 
     reward: Estimate | None
     accuracy: Estimate
     pass_at_k: dict[int, Estimate]
+    majority: Estimate | None = None
 
 
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
@@ -91,7 +95,35 @@ def summarise_evaluation(
         reward=estimate(rewards) if len(rewards := _mean_rewards(trajectories, num_generations, failures)) else None,
         accuracy=estimate(passed.double().mean(dim=1)),
         pass_at_k={k: estimate(pass_at_k(counts, num_generations, k)) for k in ks},
+        majority=_majority(trajectories, passed),
     )
+
+
+def _majority(trajectories: Sequence[Trajectory], passed: Bool[Tensor, "prompts generations"]) -> Estimate | None:
+    """Return the estimate of majority votes (Wang et al., arXiv:2203.11171)."""
+    num_generations = passed.shape[1]
+    if num_generations == 1 or not any(trajectory.answer for trajectory in trajectories):
+        return None
+    answers = [trajectory.answer for trajectory in trajectories]
+    votes = [
+        majority_passes(answers[row * num_generations : (row + 1) * num_generations], of_prompt)
+        for row, of_prompt in enumerate(passed.tolist())
+    ]
+    return estimate(torch.tensor(votes, dtype=torch.float64))
+
+
+def majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> float:
+    """Return the probability that the most frequent of a prompt's answers passes, with ties broken at random.
+
+    An answer passes if any response with it does. Empty answers are not counted. Without any answer the result is 0.
+    """
+    votes = Counter(filter(None, answers))
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    first = [answer for answer, count in votes.items() if count == most]
+    right = {answer for answer, passes in zip(answers, passed, strict=True) if passes}
+    return sum(answer in right for answer in first) / len(first)
 
 
 def _mean_rewards(

@@ -257,7 +257,8 @@ class GenerationConfig(EngineSections):
     """Ids of tokens that end a response. null: the end tokens of the tokenizer, `generation_config.json` and
     `config.json`. []: no token, so that only the length limit and `stop_strings` end a response."""
     stop_strings: list[Text] | None
-    """Texts that end a response. null: none."""
+    """Texts that end a response. null: none. []: none, but the engine reads the tokenizer, so that requests to a served
+    model can have some."""
     max_batch_size: PositiveInt | None
     """Maximum number of sequences that one rank generates at the same time. null: all sequences of the rank."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.data.chat_template import prompt_renderer_for, text_renderer_for
 from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
 from nemo_rl_moe.data.messages import Message, parse_messages
@@ -18,6 +19,7 @@ from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.thinking import THINK_END, THINK_START
+from nemo_rl_moe.data.tool_call_forms import not_shown
 from nemo_rl_moe.data.turn_glue import (
     THOUGHT_MARK,
     Glue,
@@ -149,9 +151,14 @@ class Continuation:
             raise NoExtension(_NO_TEMPLATE)
         self._require_controls().require_none_in_names(messages)
         rendered = self._render_checked([PromptRecord("", tuple(messages), False, {}, inputs)])[0]
+        text = "" if isinstance(rendered, str) else rendered.text
+        if (broken := not_shown(messages, text)) is not None:
+            reason = rendered if isinstance(rendered, str) else "the chat template shows arguments of an object alone"
+            raise RecordError(
+                f"a call has the arguments {shortened(broken)!r}, which is no JSON of an object: {reason}"
+            )
         if isinstance(rendered, str):
             raise RecordError(rendered)
-        text = rendered.text
         plain = self._plain(lambda shown: self._render(shown, inputs), messages, 0, text)
         return Extension(tuple(self._encode(text, plain)), tuple(messages), text, begins_anew=True)
 

@@ -5,7 +5,7 @@
 The content of a parsed message is one text or, if it has images, a list of parts of type text and image.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -43,6 +43,7 @@ _CONTENT_FORM = "expected a string, or a list of parts of type text or image"
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
+ReadArguments = Callable[[object, str], dict[str, Any] | str]
 
 
 def parse_turns(value: object, name: str, role: str) -> list[Message]:
@@ -57,13 +58,17 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
     return parse_messages(value, name)
 
 
-def parse_messages(value: object, name: str) -> list[Message]:
-    """Parse a list of messages. Texts of a content are joined, and arguments of tool calls become objects."""
+def parse_messages(value: object, name: str, read_arguments: ReadArguments = json_object) -> list[Message]:
+    """Parse a list of messages. Texts of a content are joined, and arguments of tool calls become objects.
+
+    Args:
+        read_arguments: Returns the arguments of a call from their value in the record and the name of this value.
+    """
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with role and content")
     if not value:
         raise RecordError(f"{name} is empty")
-    return [_message(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    return [_message(item, f"{name}[{index}]", read_arguments) for index, item in enumerate(value)]
 
 
 def text_of(messages: Sequence[Message]) -> str:
@@ -91,7 +96,7 @@ def with_changes(messages: Sequence[Message], index: int, **changes: Any) -> lis
     return [*messages[:index], {**messages[index], **changes}, *messages[index + 1 :]]
 
 
-def _message(value: object, name: str) -> Message:
+def _message(value: object, name: str, read_arguments: ReadArguments) -> Message:
     if not isinstance(value, Mapping):
         raise RecordError(f"{name} is {kind_of(value)}, expected an object with role and content")
     message: Message = without_nulls(value)
@@ -106,7 +111,7 @@ def _message(value: object, name: str) -> Message:
         raise RecordError(f"{name}.role is {kind_of(role)}, expected a string")
     if role not in ROLES:
         raise RecordError(f"{name}.role is {role!r}, expected {', '.join(ROLES)}{did_you_mean(nearest(role, ROLES))}")
-    calls = _tool_calls(message.pop("tool_calls", []), f"{name}.tool_calls")
+    calls = _tool_calls(message.pop("tool_calls", []), f"{name}.tool_calls", read_arguments)
     if calls and role != "assistant":
         raise RecordError(
             f"{name}.tool_calls: in a turn of role {role}, expected assistant, since only the model calls tools"
@@ -199,17 +204,17 @@ def _joined(parts: Sequence[dict[str, Any]]) -> Content:
     return joined if any(part["type"] != TEXT_PART for part in joined) else content_text(joined)
 
 
-def _tool_calls(given: object, name: str) -> list[dict[str, Any]]:
+def _tool_calls(given: object, name: str, read_arguments: ReadArguments) -> list[dict[str, Any]]:
     """Parse calls, given as a list or as its JSON. An empty text means no calls."""
     value = decoded_json(given, name) if given != "" else []
     if value is None:
         return []
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with function")
-    return [_tool_call(call, f"{name}[{index}]") for index, call in enumerate(value)]
+    return [_tool_call(call, f"{name}[{index}]", read_arguments) for index, call in enumerate(value)]
 
 
-def _tool_call(call: object, name: str) -> dict[str, Any]:
+def _tool_call(call: object, name: str, read_arguments: ReadArguments) -> dict[str, Any]:
     if isinstance(call, Mapping) and "function" not in call and "name" in call and "arguments" in call:
         # In many data sets, calls have no `function` around name and arguments.
         more = {key: value for key, value in call.items() if key not in ("name", "arguments")}
@@ -220,5 +225,5 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
     called = function.get("name")
     if not isinstance(called, str) or not called:
         raise RecordError(f"{name}.function.name is {kind_of(called)}, expected the name of a tool")
-    arguments = json_object(function.get("arguments", {}), f"{name}.function.arguments")
+    arguments = read_arguments(function.get("arguments", {}), f"{name}.function.arguments")
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}

@@ -38,7 +38,9 @@ class ToolCallForm:
         if "tool_calls" not in message:
             return message
         calls = [
-            _changed(call, arguments=json.dumps(arguments, ensure_ascii=False)) if self.arguments_as_text else call
+            _changed(call, arguments=json.dumps(arguments, ensure_ascii=False))
+            if self.arguments_as_text and not isinstance(arguments, str)
+            else call
             for call in message["tool_calls"]
             for arguments in [call["function"]["arguments"]]
         ]
@@ -89,8 +91,9 @@ def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: Rende
                 except RenderError:  # the template refuses this variant
                     return False
 
-            written = [str(call["function"]["arguments"]) for call in calls if call["function"]["arguments"]]
-            if is_same([]) or (not form.arguments_as_text and any(arguments in text for arguments in written)):
+            written = [call["function"]["arguments"] for call in calls if call["function"]["arguments"]]
+            is_python = any(str(arguments) in text for arguments in written if not isinstance(arguments, str))
+            if is_same([]) or (not form.arguments_as_text and is_python):
                 raise RenderError(
                     "a turn calls tools, and the chat template shows no tool calls; "
                     "set policy.tokenizer.chat_template to a template that does"
@@ -108,12 +111,22 @@ def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: Rende
     return CALLS_WITH_FEWER_ARGUMENTS if missing else None
 
 
+def not_shown(messages: Sequence[Message], text: str) -> str | None:
+    """Return arguments of a call that a rendering lacks, of those that are a text since they are no JSON of an
+    object."""
+    given = (call["function"]["arguments"] for turn in messages for call in turn.get("tool_calls", ()))
+    broken = (each for each in given if isinstance(each, str))
+    return next(
+        (each for each in broken if each not in text and json.dumps(each, ensure_ascii=False) not in text), None
+    )
+
+
 def _with_one_argument_changed(calls: Sequence[_Call]) -> list[list[_Call]]:
     return [
         [*calls[:place], _changed(call, arguments={**arguments, name: _STAND_IN}), *calls[place + 1 :]]
         for place, call in enumerate(calls)
         for arguments in [call["function"]["arguments"]]
-        for name, value in arguments.items()
+        for name, value in ({} if isinstance(arguments, str) else arguments).items()
         if value != _STAND_IN
     ]
 

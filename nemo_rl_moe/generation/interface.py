@@ -33,6 +33,7 @@ class SamplingParameters:
             strings, and includes the token.
         returns_kept_tokens: Whether to return the sampling mask of each token, and log-probabilities over the tokens of
             the mask. Needs top-k, which bounds the size of a mask.
+        scores_prompt: Whether to return the log-probabilities of the prompt's tokens. Not all engines can.
     """
 
     max_new_tokens: int
@@ -42,6 +43,7 @@ class SamplingParameters:
     stop_token_ids: TokenIds = ()
     stop_strings: tuple[str, ...] = ()
     returns_kept_tokens: bool = False
+    scores_prompt: bool = False
 
     @property
     def draws_from_a_part(self) -> bool:
@@ -122,6 +124,21 @@ class GenerationBatch:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens after the first, in nats, under the softmax of all logits.
+
+    Attributes:
+        logprobs: Log-probability of each token, given the tokens before it.
+        top_ids: The likeliest token at the position of each token.
+        top_logprobs: Its log-probability.
+    """
+
+    logprobs: Float[np.ndarray, " tokens"]
+    top_ids: Int[np.ndarray, " tokens"]
+    top_logprobs: Float[np.ndarray, " tokens"]
+
+
+@dataclass(frozen=True)
 class GeneratedSequence:
     """The continuation of one sequence.
 
@@ -143,6 +160,7 @@ class GeneratedSequence:
         is_partial: Whether the engine was paused before the end. `followed_by` appends the part sampled with other
             weights.
         waited_s: Seconds for which the request was held back, until other requests waited too or weights had arrived.
+        prompt_scores: Log-probabilities of the prompt's tokens, if the request asks for them.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -155,6 +173,7 @@ class GeneratedSequence:
     num_cached_tokens: int | None = None
     is_partial: bool = False
     waited_s: float = field(default=0.0, compare=False)
+    prompt_scores: PromptScores | None = None
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
         """Join this part of a response and its `later` part. Each token keeps its weight version and routes."""
@@ -179,6 +198,7 @@ class GeneratedSequence:
             kept_tokens=kept_tokens if later.kept_tokens is not None else None,
             num_cached_tokens=sum(cached) if cached else None,
             waited_s=self.waited_s + later.waited_s,
+            prompt_scores=self.prompt_scores,
         )
 
 

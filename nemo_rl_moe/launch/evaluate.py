@@ -97,6 +97,8 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
         ("reward", summary.reward or "none, as no response could be scored"),
     ]
     rows += [(f"pass@{k}", value) for k, value in summary.pass_at_k.items() if samples > 1]
+    if summary.majority is not None:
+        rows.append((f"maj@{samples}", summary.majority))
     lines = [
         "",
         f"{_model_of(config)}: {counted(num_prompts, 'prompt')}, {counted(samples, 'response')} each;"
@@ -160,5 +162,6 @@ def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: floa
         "accuracy": asdict(summary.accuracy),
         "reward": None if summary.reward is None else asdict(summary.reward),
         "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
+        "majority_vote": None if summary.majority is None else asdict(summary.majority),
         "metrics": dict(evaluation.metrics),
     }

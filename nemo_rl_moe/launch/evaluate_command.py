@@ -14,7 +14,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.output_folder import require_free
 
-SUMMARY = "validate a model without training it: accuracy, reward and pass@k on the held-out prompts"
+SUMMARY = "validate a model without training it: accuracy, reward, pass@k and majority vote on the held-out prompts"
 EXAMPLES = """\
 Takes the configuration of a GRPO run and does what a validation of that run does, with the same prompts
 (data.validation, grpo.max_val_samples), reward function (env), engine (policy.generation) and random numbers
@@ -25,8 +25,9 @@ Takes the configuration of a GRPO run and does what a validation of that run doe
   policy.model_name          a model's folder, a checkpoint of a run, or a hub's name
 
 A response passes if the reward function counts it as right (for a plain number: 1 or more), or, with --threshold R, if
-its reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1. ± is the standard
-error over prompts.
+its reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1. maj@n is the accuracy
+of the most frequent answer (env.reward.kind exact or math; ties count in proportion). ± is the standard error over
+prompts.
 
 Writes results.json, samples.jsonl (prompt, response, reward) and the configuration, completely or not at all, to
 --output, or to the next free LOG_DIR/eval_001, eval_002, ... with logger.log_dir for LOG_DIR.

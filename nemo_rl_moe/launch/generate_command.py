@@ -5,7 +5,7 @@
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class _Option:
+class Option:
     """An option that sets a key of the configuration. With `is_text`, its value is a text and not YAML."""
 
     key: str
@@ -54,23 +54,23 @@ class _Option:
 
 
 OPTIONS = {
-    "--model": _Option(
+    "--model": Option(
         "policy.model_name", "DIR", "a model's folder, a checkpoint of a run, or a hub's name", is_text=True
     ),
-    "--prompts": _Option("data.train.path", "FILE", "the prompts: .jsonl, .txt, or a data set", is_text=True),
-    "--backend": _Option(
+    "--prompts": Option("data.train.path", "FILE", "the prompts: .jsonl, .txt, or a data set", is_text=True),
+    "--backend": Option(
         "policy.generation.backend", "NAME", f"{', '.join(BUILT_IN)}, or an engine of your own (default: megatron)"
     ),
-    "--max-new-tokens": _Option(
+    "--max-new-tokens": Option(
         "policy.generation.max_new_tokens", "N", "maximum length of a response in tokens, with its end (default: 256)"
     ),
-    "--temperature": _Option("grpo.val_temperature", "T", "divisor of the logits; 0: greedy (default: 1.0)"),
-    "--top-k": _Option("policy.generation.top_k", "N", "sample from the N most likely tokens (default: all)"),
-    "--top-p": _Option(
+    "--temperature": Option("grpo.val_temperature", "T", "divisor of the logits; 0: greedy (default: 1.0)"),
+    "--top-k": Option("policy.generation.top_k", "N", "sample from the N most likely tokens (default: all)"),
+    "--top-p": Option(
         "policy.generation.top_p", "P", "sample from the fewest tokens whose probabilities add up to P (default: 1.0)"
     ),
-    "--samples": _Option("grpo.val_num_generations", "N", "number of responses to each prompt (default: 1)"),
-    "--seed": _Option("grpo.seed", "N", "the same seed gives the same responses (default: 42)"),
+    "--samples": Option("grpo.val_num_generations", "N", "number of responses to each prompt (default: 1)"),
+    "--seed": Option("grpo.seed", "N", "the same seed gives the same responses (default: 42)"),
 }
 _REQUIRED = ("--model", "--prompts")
 
@@ -85,47 +85,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
     """Load and return the configuration, and check that the output can be written."""
-    with reported_by_option(options):
+    with reported_by_option(OPTIONS, options):
         # Overrides come last, as on the command line of a run.
-        config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])
+        config = load_grpo_config(BASE_CONFIG, [*overrides_of(OPTIONS, options), *overrides])
     if options.output is not None:
         _check_output(Path(options.output))
     return config
 
 
-def overrides_of(options: argparse.Namespace) -> list[str]:
-    """Return the given options as overrides of `BASE_CONFIG`."""
-    return [OPTIONS[name].override(value) for name, value in _given(options).items()]
+def overrides_of(known: Mapping[str, Option], options: argparse.Namespace) -> list[str]:
+    """Return the given options as overrides of a configuration."""
+    return [known[name].override(value) for name, value in _given(known, options).items()]
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
     """Run the command with the configuration that `load` has returned."""
     from nemo_rl_moe.launch.generate import generate
 
-    with reported_by_option(options):
+    with reported_by_option(OPTIONS, options):
         generate(config, Path(options.output) if options.output is not None else None, with_logprobs=options.logprobs)
 
 
 @contextmanager
-def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
+def reported_by_option(known: Mapping[str, Option], options: argparse.Namespace) -> Iterator[None]:
     """In this context, errors name an option in place of the key that the option sets, if the user gave the option."""
     try:
         yield
     except (ConfigurationError, DataError) as error:
-        error.problems = _renamed(error.problems, options)
+        error.problems = _renamed(error.problems, known, options)
         raise  # the same object, because it may have been printed already
 
 
-def _renamed(problems: list[str], options: argparse.Namespace) -> list[str]:
-    for name in _given(options):
+def _renamed(problems: list[str], known: Mapping[str, Option], options: argparse.Namespace) -> list[str]:
+    for name in _given(known, options):
         # Replaces only the full key, not a longer key that begins or ends with it.
-        key = re.compile(rf"(?<![\w.]){re.escape(OPTIONS[name].key)}(?![\w.]*\w)")
+        key = re.compile(rf"(?<![\w.]){re.escape(known[name].key)}(?![\w.]*\w)")
         problems = [key.sub(name, problem) for problem in problems]
     return problems
 
 
-def _given(options: argparse.Namespace) -> dict[str, str]:
-    values = {name: getattr(options, name.removeprefix("--").replace("-", "_")) for name in OPTIONS}
+def _given(known: Mapping[str, Option], options: argparse.Namespace) -> dict[str, str]:
+    values = {name: getattr(options, name.removeprefix("--").replace("-", "_")) for name in known}
     return {name: value for name, value in values.items() if value is not None}
 
 

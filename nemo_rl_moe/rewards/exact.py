@@ -22,8 +22,10 @@ class ExactReward:
     def score(self, item: ScoringItem) -> Score:
         """Return the score of a response. Raises ValueError if the record's answer is null."""
         gold = gold_answer(item)
-        is_correct = _value_of(item.response) == _value_of(gold)
-        return Score(float(is_correct), is_correct)
+        value = _value_of(item.response)
+        is_correct = value == _value_of(gold)
+        answer = " ".join(value) if isinstance(value, list) else str(value.normalize())
+        return Score(float(is_correct), is_correct, answer=answer)
 
 
 def _value_of(text: str) -> Decimal | list[str]:

@@ -48,6 +48,8 @@ class Score:
             `checked_score` sets it to their weighted sum.
         fault: Reason why scoring failed. None: it did not.
         rewards: Name -> reward. Empty if the reward function returns one number.
+        answer: The final answer of the response, as a text that is equal for equal answers. Empty if the reward
+            function reads none.
     """
 
     reward: float
@@ -55,6 +57,7 @@ class Score:
     fault: Fault | None = None
     message: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict)
+    answer: str = field(default="", compare=False)
 
     @classmethod
     def named(cls, rewards: Mapping[str, float], *, is_correct: bool) -> "Score":

@@ -4,6 +4,8 @@
 
 import logging
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +26,7 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 # answer, an escaped dollar means money, and \\[2pt] ends a line of a matrix.
 _LATEX_MARK = re.compile(r"(?:^|[^\\])(?:\\\\)*(?:\$|\\\(|\\\[)|\\boxed")
 ANSWERS_KEPT = 1024
+_SMALLEST = 1e-12
 
 
 class MathReward:
@@ -54,14 +57,14 @@ class MathReward:
         mathematics."""
         gold = gold_answer(item)
         if (choice := choice_in(gold)) is not None and (stated := stated_choice(item.response)) is not None:
-            return Score(float(choice == stated), choice == stated)
+            return Score(float(choice == stated), choice == stated, answer=stated)
         if states_the_words(item.response, gold):
-            return Score(1.0, is_correct=True)
+            return Score(1.0, is_correct=True, answer=gold)
         answer, response = self._parse_answer(gold), from_last_boxes(item.response)
         response = with_words_marked(response) if are_words(gold) else with_numbers_written_out(response)
         found = self._library.parse(response, parsing_timeout=None)
         is_correct = bool(self._library.verify(answer, found, timeout_seconds=None))
-        return Score(float(is_correct), is_correct)
+        return Score(float(is_correct), is_correct, answer=_text_of(found))
 
     def _parse_answer_anew(self, answer: str) -> list[Any]:
         if are_words(answer):
@@ -73,3 +76,14 @@ class MathReward:
         if not parsed:
             raise ValueError(f"the record's answer cannot be read as mathematics: {answer!r}")
         return parsed
+
+
+def _text_of(found: Sequence[Any]) -> str:
+    """Return a parsed answer as text. A decimal number is written as a fraction, so that 0.5 and 1/2 are equal."""
+    if not found:
+        return ""
+    value = found[0]
+    # Fractions of larger or smaller numbers could have millions of digits.
+    if getattr(value, "is_Float", False) and (value == 0 or _SMALLEST <= abs(value) <= 1 / _SMALLEST):
+        return str(Fraction(str(value)))
+    return str(value)

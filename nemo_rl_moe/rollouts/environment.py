@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments, which drive a trajectory from its prompt to its reward in one turn or several."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequen
 from nemo_rl_moe.rollouts.running import RunningTrajectory
 from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
+from nemo_rl_moe.rollouts.turn import SampledResponse, Turn, response_text, seed_of_tokens, seed_of_turn
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
@@ -45,25 +47,6 @@ Place = TypeVar("Place")
 _TAIL_TOKENS = 16
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One response of the model.
-
-    Attributes:
-        token_ids: Its sampled tokens, with the end token if it has one.
-        text: Text of the response, without the end token.
-        is_truncated: Whether it was truncated at the run's limit on tokens.
-        logprobs: Log-probability of each of its tokens, in nats.
-        is_cut: Whether it was truncated at the run's limit or at the limit of its request.
-    """
-
-    token_ids: TokenIds
-    text: str
-    is_truncated: bool
-    logprobs: tuple[float, ...] = ()
-    is_cut: bool = False
 
 
 @dataclass
@@ -112,6 +95,7 @@ class Session:
         self._asked_for: str | None = None
         self._overlong = ""
         self._turn_rewards: dict[int, float] = {}
+        self._num_asked: Counter[TokenIds] = Counter()
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
@@ -151,10 +135,10 @@ class Session:
         """Whether another token fits."""
         return self.room > 0
 
-    def ends_in(self, text: str, sequence: GrowingSequence | None = None) -> bool:
-        """Return whether a sequence (default: the growing one) ends in a short text, trailing blanks aside."""
-        token_ids = (self._sequences.last if sequence is None else sequence).token_ids
-        return self.decode(token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
+    def ends_in(self, text: str, token_ids: Sequence[int] | None = None) -> bool:
+        """Return whether tokens (default: the growing sequence) end in a short text, trailing blanks aside."""
+        tail = (self._sequences.last.token_ids if token_ids is None else token_ids)[-_TAIL_TOKENS:]
+        return self.decode(tail).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
         """Continue the sequence with a response of the model, and return it. Its tokens are trained on.
@@ -168,14 +152,17 @@ class Session:
             why = self._overlong or f"at {self.max_tokens} tokens"
             raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
         sequence, asked_s = self._sequences.last, self._transcript.now_s()
+        prompt_ids = tuple(sequence.token_ids)
         with self._asking(_RESPONSE):
-            found = await self.trajectory.generate(self._request(sequence, room))
-        turn = self._add_response(sequence, found, asked_s, is_truncated=found.is_truncated)
+            request = self._request(prompt_ids, room, seed_of_turn(self.seed, len(self.turns)))
+            found = await self.trajectory.generate(request)
+        turn = self._turn(found, is_truncated=found.is_truncated)
+        self.add_sampled(sequence, SampledResponse(turn, prompt_ids, found, asked_s))
         self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
         return turn
 
     def begin_sequence(self, token_ids: Sequence[int], messages: Sequence[Message]) -> GrowingSequence:
-        """Begin another sequence with tokens that are not trained on, and return it for `continue_sequence`.
+        """Begin another sequence with tokens that are not trained on, and return it for `add_sampled`.
 
         The finished trajectory omits the prompt's sequence if the model has sampled only in other sequences.
 
@@ -212,51 +199,49 @@ class Session:
             self.begin_sequence(extension.token_ids, conversation.messages)
             self._conversation = conversation
 
-    async def continue_sequence(self, sequence: GrowingSequence, room: int, wanted: int | None = None) -> Turn:
-        """Continue any sequence of the trajectory with a response of the model, and return the response.
+    async def sample(self, token_ids: Sequence[int], wanted: int | None = None) -> SampledResponse:
+        """Return a response of the model that continues any tokens. `add_sampled` adds it to a sequence.
 
-        The tokens of the response are trained on.
+        Unlike those of `generate`, calls may overlap. The seed of the response depends on the tokens, not on the order
+        of the calls.
 
         Args:
-            room: Maximum number of tokens of the response. The run's limit on a response holds, too.
+            token_ids: Fewer than `max_tokens`.
             wanted: Maximum number of tokens that the request sets. A response that ends there does not count as
                 `is_truncated`.
-
-        Raises:
-            RuntimeError: An earlier request is still pending.
         """
-        asked_s, most = self._transcript.now_s(), min(room, self.sampling.max_new_tokens)
+        asked_s, prompt_ids = self._transcript.now_s(), tuple(token_ids)
+        most = min(self.max_tokens - len(prompt_ids), self.sampling.max_new_tokens)
         is_short = wanted is not None and wanted < most
-        with self._asking(_RESPONSE):
-            found = await self.trajectory.generate(self._request(sequence, min(most, wanted or most)))
-        return self._add_response(sequence, found, asked_s, is_truncated=found.is_truncated and not is_short)
-
-    def _request(self, sequence: GrowingSequence, room: int) -> GenerationRequest:
-        sampling = self.sampling
-        if room < sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=room)
-        return GenerationRequest(
-            token_ids=tuple(sequence.token_ids),
-            seed=_seed_of_turn(self.seed, len(self.turns)),
-            sampling=sampling,
-            model_inputs=dict(self.model_inputs),
+        self._num_asked[prompt_ids] += 1
+        seed = seed_of_tokens(self.seed, prompt_ids, self._num_asked[prompt_ids] - 1)
+        found = await self.trajectory.generate(self._request(prompt_ids, min(most, wanted or most), seed))
+        return SampledResponse(
+            self._turn(found, is_truncated=found.is_truncated and not is_short), prompt_ids, found, asked_s
         )
 
-    def _add_response(
-        self, sequence: GrowingSequence, found: GeneratedSequence, asked_s: float, *, is_truncated: bool
-    ) -> Turn:
-        token_ids, start = tuple(found.token_ids.tolist()), len(sequence)
+    def add_sampled(self, sequence: GrowingSequence, sampled: SampledResponse) -> None:
+        """Add a response to the sequence whose tokens it continues. Its tokens are trained on."""
+        found, start = sampled.found, len(sequence)
         sequence.add_sampled(found)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
         if found.num_cached_tokens is not None:
             self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
-        text = response_text(token_ids, self.sampling, self.decode)
-        turn = Turn(token_ids, text, is_truncated, tuple(found.logprobs.tolist()), is_cut=found.is_truncated)
-        self.turns.append(turn)
+        self.turns.append(sampled.turn)
         self._sequence_of_turn.append(sequence)
-        self._transcript.add_response(text, sequence, start, asked_s, found.waited_s)
-        return turn
+        self._transcript.add_response(sampled.turn.text, sequence, start, sampled.asked_s, found.waited_s)
+
+    def _request(self, token_ids: TokenIds, room: int, seed: int) -> GenerationRequest:
+        sampling = self.sampling
+        if room < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
+        return GenerationRequest(token_ids, seed, sampling, dict(self.model_inputs))
+
+    def _turn(self, found: GeneratedSequence, *, is_truncated: bool) -> Turn:
+        token_ids = tuple(found.token_ids.tolist())
+        text = response_text(token_ids, self.sampling, self.decode)
+        return Turn(token_ids, text, is_truncated, tuple(found.logprobs.tolist()), is_cut=found.is_truncated)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add tokens of the environment, such as an observation. They are not trained on.
@@ -394,8 +379,11 @@ class Session:
         with self._asking(_SCORE):
             return await self.trajectory.score(item)
 
-    def reward(self, amount: float) -> None:
-        """Add a reward for the last response. The trajectory's reward is its score plus these rewards.
+    def reward(self, amount: float, turn: int | None = None) -> None:
+        """Add a reward for a response. The trajectory's reward is its score plus these rewards.
+
+        Args:
+            turn: Index of the response in `turns`. None: the last one.
 
         Raises:
             RuntimeError: There is no response yet.
@@ -407,7 +395,7 @@ class Session:
             raise ValueError(
                 f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
             )
-        turn = len(self.turns) - 1
+        turn = len(self.turns) - 1 if turn is None else turn
         self._turn_rewards[turn] = self._turn_rewards.get(turn, 0.0) + float(amount)
 
     @contextmanager
@@ -470,6 +458,7 @@ class Session:
             turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
             turn_order=tuple(order) if order != sorted(order) else (),
             turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
+            answer=encodable(score.answer),
         )
 
     def _finish_reason(self, truncated_by: Literal["turns", "time"] | None) -> FinishReason:
@@ -501,13 +490,6 @@ def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
-    """Return a response as text, without the token that ended it."""
-    if token_ids and token_ids[-1] in sampling.stop_token_ids:
-        token_ids = token_ids[:-1]
-    return decode(token_ids)
-
-
 class Environment(Protocol):
     """Driver of trajectories. One object drives all of them concurrently, with the state of each in its session."""
 
@@ -525,10 +507,3 @@ class SingleTurn:
     async def rollout(self, session: Session) -> Trajectory:
         await session.generate()
         return session.finish(await session.score())
-
-
-def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the seed of a turn: the trajectory's for turn 0, and for later turns one that no other trajectory has."""
-    if turn == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

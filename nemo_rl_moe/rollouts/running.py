@@ -50,8 +50,6 @@ class RunningTrajectory:
 
     Attributes:
         task: Runs its code. Set by `start`.
-        waits_for: "generation", "rewards" or "a process" while it waits for an answer from there. None while its code
-            runs or awaits anything else.
         seen_at: Line at which its code was last seen, if the code runs in another process. None otherwise.
     """
 
@@ -66,10 +64,9 @@ class RunningTrajectory:
     ):
         self._answers, self._place = answers, place
         self._note_change, self._note_sequence = note_change, note_sequence
-        self.waits_for: WaitsFor | None = None
         self.seen_at: str | None = None
         self.label = ""
-        self._asking: asyncio.Task[Any] | None = None
+        self._waits: list[tuple[WaitsFor, asyncio.Task[Any] | None]] = []
         self._failed: Trajectory | None = None
         self._error: BaseException | None = None
         self._timeout_s: float | None = None
@@ -114,12 +111,13 @@ class RunningTrajectory:
 
     async def _wait_for(self, what: WaitsFor, answer: Coroutine[Any, Any, Result]) -> Result:
         """Wait for an answer and return it. An error of the answer ends the run."""
-        if not self.has_ended:
+        if not self.has_ended and not self._waits:
             self._stop_time()
         if self.has_ended:  # an abandoned task
             answer.close()
             raise asyncio.CancelledError
-        self.waits_for, self._asking = what, asyncio.current_task()
+        wait = what, asyncio.current_task()
+        self._waits.append(wait)
         self._note_change()
         try:
             return await answer
@@ -127,9 +125,19 @@ class RunningTrajectory:
             self._error = error
             raise
         finally:
-            self.waits_for = self._asking = None
-            self._start_time()
+            self._waits.remove(wait)
+            if not self._waits:
+                self._start_time()
             self._note_change()
+
+    @property
+    def waits_for(self) -> WaitsFor | None:
+        """The source of an answer for which it waits. None while its code runs or awaits anything else.
+
+        Of an agent that waits for one of several answers, it is not known whether its code runs, so it counts as
+        waiting.
+        """
+        return self._waits[0][0] if self._waits else None
 
     @property
     def has_ended(self) -> bool:
@@ -207,8 +215,9 @@ class RunningTrajectory:
 
     def _end(self, task: "asyncio.Task[Trajectory]") -> None:
         self._stop_alarm()
-        if self._asking is not None and self._asking is not task:  # an abandoned task
-            self._asking.cancel()
+        for _, asking in self._waits:
+            if asking is not None and asking is not task:  # an abandoned task
+                asking.cancel()
         if task.done() and not task.cancelled():
             task.exception()  # otherwise asyncio reports it as never retrieved
         self._note_change()

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of a run with tools: the model calls tools until it answers."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
@@ -18,10 +19,10 @@ from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ParsedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.typed_values import properties_of
-from nemo_rl_moe.tools.results import ToolResult, cut, error_text
+from nemo_rl_moe.tools.results import CallTool, cut, error_text
 
-CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
-"""Calls a tool by its name, checked arguments and a limit in seconds."""
+OpenCalls = Callable[[Mapping[str, Any]], AbstractAsyncContextManager[CallTool]]
+"""Returns the context in which a trajectory calls tools, from the record of its prompt."""
 CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
 RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
 UNKNOWN_CALLS = "tools/unknown_calls"
@@ -43,6 +44,7 @@ class _Calls:
 
     session: Session
     tools: Tools
+    call: CallTool
     turn_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,19 +72,23 @@ class ToolConversation:
         self,
         tools: Tools,
         tool_format: ToolFormat,
-        call: CallTool,
+        open_calls: OpenCalls,
         driver: ToolsConfig,
         warn: Callable[[str], None],
     ):
-        self._tools, self._format, self._call = tools, tool_format, call
+        self._tools, self._format, self._open_calls = tools, tool_format, open_calls
         self._limits, self._max_turns, self._call_cost = driver.limits, driver.max_turns, driver.call_cost
         self._warn, self._reported = warn, set[Fault]()
         self._schemas = {name: properties_of(tool.definition["function"]["parameters"]) for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
         """Return one trajectory. The reward function scores its last response."""
+        async with self._open_calls(session.prompt.record) as call:
+            return await self._conversed(session, call)
+
+    async def _conversed(self, session: Session, call: CallTool) -> Trajectory:
         names = session.prompt.inputs.tool_names
-        made = _Calls(session, self._tools if names is None else {name: self._tools[name] for name in names})
+        made = _Calls(session, self._tools if names is None else {name: self._tools[name] for name in names}, call)
         truncated_by: Literal["turns"] | None = None
         while session.has_room:
             begins_in_thinking = session.ends_in(THINK_START)
@@ -141,11 +147,14 @@ class ToolConversation:
             made.count(FAILED_CALLS)
             note("not_called")
             return error_text(f"not called: the calls of this turn have taken {self._limits.turn_timeout_s:g} s")
-        result = await self._call(name, arguments, min(self._limits.call_timeout_s, left_s))
+        result = await made.call(name, arguments, min(self._limits.call_timeout_s, left_s))
         made.turn_s += result.seconds
         made.count(SECONDS, result.seconds)
         made.count(RESULTS_CUT, result.is_cut)
-        if result.fault is None:
+        if result.is_wrong:
+            made.count(WRONG_CALLS)
+            note("wrong", result.seconds)
+        elif result.fault is None:
             note("cut" if result.is_cut else "ok", result.seconds)
         else:
             note(_OUTCOMES[result.fault], result.seconds)

@@ -102,6 +102,7 @@ class Trajectory:
             if unknown: then all tokens count as one turn.
         turn_order: Index in time of each turn of `turn_lengths`. Empty if `turn_lengths` is in the order of time.
         turn_rewards: Reward of each turn in the order of time, included in `reward`. Empty if none was given.
+        answer: Final answer, as in `Score`.
     """
 
     sample_id: str
@@ -126,6 +127,7 @@ class Trajectory:
     turn_lengths: tuple[int, ...] = ()
     turn_order: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    answer: str = ""
 
     @property
     def is_truncated(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.errors import one_line
 
 
 class ArgumentError(ValueError):
@@ -24,12 +25,15 @@ class Parameter:
         kind: Name of the parameter's JSON type, such as `integer`.
         type: Validator of the parameter's annotation. It also converts a value if nothing is lost, such as "3" to 3.
         default: Default value as JSON. None if the parameter is required.
+        runs_user_code: Whether `type` may run code of the user, such as a validator of a Pydantic model. It is used in
+            the processes of tools alone.
     """
 
     name: str
     kind: str
     type: "TypeAdapter[Any]"
     default: str | None
+    runs_user_code: bool = False
 
     @property
     def usage(self) -> str:
@@ -37,9 +41,14 @@ class Parameter:
         return f"{self.name}: {self.kind}" + ("" if self.default is None else f" = {self.default}")
 
 
-def checked_arguments(arguments: Mapping[str, object], parameters: Sequence[Parameter], usage: str) -> dict[str, Any]:
-    """Check named arguments, and return them converted to the types of the parameters. Error messages quote the tool's
-    `usage`.
+def checked_arguments(
+    arguments: Mapping[str, object], parameters: Sequence[Parameter], usage: str, *, with_user_code: bool = False
+) -> dict[str, Any]:
+    """Check named arguments, and return them converted to the types of the parameters.
+
+    Args:
+        usage: Signature of the tool, for error messages.
+        with_user_code: Whether arguments whose types run code of the user are converted, too.
 
     Raises:
         ArgumentError: An argument is missing, unknown or of another type.
@@ -53,7 +62,9 @@ def checked_arguments(arguments: Mapping[str, object], parameters: Sequence[Para
     checked = {}
     for parameter in parameters:
         if parameter.name in arguments:
-            checked[parameter.name] = _converted(arguments[parameter.name], parameter, usage)
+            value = arguments[parameter.name]
+            is_left = parameter.runs_user_code and not with_user_code
+            checked[parameter.name] = value if is_left else _converted(value, parameter, usage)
         elif parameter.default is None:
             raise ArgumentError(f"the argument {parameter.name} is missing; expected {usage}")
     return checked
@@ -84,8 +95,17 @@ def kind_in_words(schema: object) -> str:
 def _converted(value: object, parameter: Parameter, usage: str) -> Any:
     try:
         return parameter.type.validate_python(value)
-    except (ValidationError, ValueError, RecursionError) as error:
+    except Exception as error:
         got = shortened(json.dumps(value, ensure_ascii=False, default=str))
-        raise ArgumentError(
-            f"the argument {parameter.name} is {got}, expected {parameter.kind}; expected {usage}"
-        ) from error
+        problem = f"{got}, expected {parameter.kind}"
+        if parameter.runs_user_code:  # the kind does not show fields and rules
+            problem = f"{got}: {_first_problem(error)}"
+        raise ArgumentError(f"the argument {parameter.name} is {problem}; expected {usage}") from error
+
+
+def _first_problem(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return one_line(error)
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(map(str, problem["loc"]))
+    return f"{place}: {problem['msg']}" if place else str(problem["msg"])

@@ -6,21 +6,34 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute, is_custom, with_colon
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
+from nemo_rl_moe.tools.function_schemas import definition_of, is_plain
 from nemo_rl_moe.tools.mcp_tools import SERVERS_KEY, McpTool
 from nemo_rl_moe.tools.ready import READY_TOOLS
 
 TOOLS_KEY, PARAMETERS_KEY = "env.driver.tools", "env.driver.parameters"
-_TYPES = "str, int, float, bool, Literal, list, dict and X | None"
-_PLAIN_TYPES = (str, int, float, bool, list, dict, tuple, NoneType, Any)
+_RECORD = "record"
+
+
+@dataclass(frozen=True)
+class ToolState:
+    """A class whose methods are tools. Each trajectory that calls one has an object of the class.
+
+    Attributes:
+        make: Makes the object of a trajectory from the record of its prompt.
+    """
+
+    owner: type
+    make: Callable[[Mapping[str, Any]], object]
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,8 @@ class Tool:
 
     Attributes:
         name: Name of the function, which the model calls.
-        function: The function. It is called with named arguments, which come from the model and from `settings`.
+        function: The function, which may be a coroutine function. It is called with named arguments, which come from
+            the model and from `settings`. With a `state`, the object of the trajectory precedes them.
         definition: Definition in the standard form, for the chat template.
         parameters: Parameters that the model sees, in order.
         settings: Name of a keyword-only parameter, which the model does not see -> the run's value.
@@ -40,6 +54,7 @@ class Tool:
     definition: Mapping[str, Any]
     parameters: Sequence[Parameter]
     settings: Mapping[str, object]
+    state: ToolState | None = None
 
     @property
     def usage(self) -> str:
@@ -52,20 +67,32 @@ Tools = Mapping[str, Tool]
 
 
 def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> Tools:
-    """Import and return tools. A reference is the name of a built-in tool or `package.module:function`. `settings`:
-    name of a tool -> values of its keyword-only parameters."""
+    """Import and return tools.
+
+    Args:
+        references: Each is the name of a built-in tool, `package.module:function` or `package.module:Class.method`.
+        settings: Name of a tool or class -> values of its keyword-only parameters.
+    """
     tools: dict[str, Tool] = {}
+    states: dict[str, ToolState] = {}
     for reference in references:
         function = _imported(reference, settings)
         name = _name(reference, function)
+        owner = _owner(reference, function)
+        state = None
+        if owner is not None:
+            state = states.get(owner.__name__) or _state(reference, owner, settings.get(owner.__name__, {}))
+            states[owner.__name__] = state
+            if state.owner is not owner:
+                raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, but another class has the name; rename one")
         if name in tools:
             raise ConfigurationError(
                 f"{TOOLS_KEY}: got {reference!r}, but another tool has the name {name}; expected different names"
             )
-        tools[name] = _tool(reference, name, function, settings.get(name, {}))
+        tools[name] = _tool(reference, name, function, settings.get(name, {}), state)
     for name in settings:
-        if name not in tools:
-            hint = did_you_mean(nearest(name, tools))
+        if name not in (*tools, *states):
+            hint = did_you_mean(nearest(name, (*tools, *states)))
             raise ConfigurationError(f"{PARAMETERS_KEY}: got {name!r}, expected a tool of {TOOLS_KEY}{hint}")
     return tools
 
@@ -85,9 +112,10 @@ def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., obje
 def _imported(reference: str, settings: Mapping[str, Mapping[str, object]]) -> Callable[..., object]:
     if is_custom(reference):
         found = import_attribute(TOOLS_KEY, reference)
-        if not inspect.isfunction(found) or inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        if not inspect.isfunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
             raise ConfigurationError(
-                f"{TOOLS_KEY}: {reference} is {described(found)}, expected a function (def) that returns its result"
+                f"{TOOLS_KEY}: {reference} is {described(found)}, expected a function (def or async def) that returns"
+                " its result, or a method of a class (package.module:Class.method)"
             )
         function: Callable[..., object] = found
         return function
@@ -101,11 +129,41 @@ def _imported(reference: str, settings: Mapping[str, Mapping[str, object]]) -> C
     return ready.function
 
 
-def _tool(reference: str, name: str, function: Callable[..., object], settings: Mapping[str, object]) -> Tool:
+def _owner(reference: str, function: Callable[..., object]) -> type | None:
+    """Return the class of a method, or None for a function that needs no object."""
+    path, _, name = reference.rpartition(".")
+    owner = import_attribute(TOOLS_KEY, path) if is_custom(path) else None
+    is_method = inspect.isclass(owner) and inspect.getattr_static(owner, name) is function
+    return owner if is_method else None
+
+
+def _state(reference: str, owner: type, settings: Mapping[str, object]) -> ToolState:
+    parameters = inspect.signature(owner).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each.name for each in parameters if each.kind in named and each.default is each.empty]
+    if any(name != _RECORD for name in needed):
+        raise ConfigurationError(
+            f"{TOOLS_KEY}: {reference}: {owner.__name__} needs {', '.join(needed)}, expected at most {_RECORD} (the"
+            " prompt's record) and keyword-only parameters"
+        )
+    hidden = {each.name: each for each in parameters if each.kind == each.KEYWORD_ONLY}
+    checked = _checked_settings(owner.__name__, hidden, _hints(reference, vars(owner).get("__init__", owner)), settings)
+    if needed:
+        return ToolState(owner, partial(owner, **checked))
+    return ToolState(owner, lambda record: owner(**checked))
+
+
+def _tool(
+    reference: str,
+    name: str,
+    function: Callable[..., object],
+    settings: Mapping[str, object],
+    state: ToolState | None,
+) -> Tool:
     signature, hints = inspect.signature(function), _hints(reference, function)
     shown: list[inspect.Parameter] = []
     hidden: dict[str, inspect.Parameter] = {}
-    for parameter in signature.parameters.values():
+    for parameter in list(signature.parameters.values())[0 if state is None else 1 :]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigurationError(
                 f"{TOOLS_KEY}: {reference}{signature}: {parameter} cannot be passed by name; expected no *args,"
@@ -115,8 +173,7 @@ def _tool(reference: str, name: str, function: Callable[..., object], settings: 
             hidden[parameter.name] = parameter
         else:
             shown.append(parameter)
-    _require_types_of_json(reference, shown, hints)
-    definition = _definition(reference, function, shown, hints)
+    definition = definition_of(f"{TOOLS_KEY}: {reference}", function, shown, hints)
     properties = definition["function"]["parameters"]["properties"]
     return Tool(
         name,
@@ -127,32 +184,18 @@ def _tool(reference: str, name: str, function: Callable[..., object], settings: 
                 parameter.name,
                 kind_in_words(properties[parameter.name]),
                 TypeAdapter(hints[parameter.name]),
-                None if parameter.default is parameter.empty else json.dumps(parameter.default, default=str),
+                None if parameter.default is parameter.empty else _as_json(parameter.default),
+                runs_user_code=not is_plain(hints[parameter.name]),
             )
             for parameter in shown
         ],
-        _checked_settings(name, hidden, get_type_hints(function, include_extras=True), settings),
+        _checked_settings(name, hidden, hints, settings),
+        state,
     )
 
 
-def _require_types_of_json(reference: str, shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> None:
-    for parameter in shown:
-        if (foreign := _foreign_type(hints.get(parameter.name, Any))) is not None:
-            raise ConfigurationError(
-                f"{TOOLS_KEY}: {reference}: {parameter.name} is of type {inspect.formatannotation(foreign)}, which JSON"
-                f" does not have; expected types among {_TYPES}"
-            )
-
-
-def _foreign_type(hint: Any) -> Any:
-    """Return a type in an annotation that JSON does not have, or None if JSON has all types in it."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is None:
-        return None if hint in _PLAIN_TYPES else hint
-    if origin not in (list, dict, tuple, Literal, Union, UnionType):
-        return hint
-    found = (None if origin is Literal or part is ... else _foreign_type(part) for part in parts)
-    return next((each for each in found if each is not None), None)
+def _as_json(default: object) -> str:
+    return json.dumps(to_jsonable_python(default, fallback=str))
 
 
 def _name(reference: str, function: Callable[..., object]) -> str:
@@ -164,30 +207,9 @@ def _name(reference: str, function: Callable[..., object]) -> str:
 
 def _hints(reference: str, function: Callable[..., object]) -> dict[str, Any]:
     try:
-        return get_type_hints(function)
+        return get_type_hints(function, include_extras=True)
     except Exception as error:  # an annotation may raise any error
         raise ConfigurationError(f"{TOOLS_KEY}: {reference}: its types cannot be read: {one_line(error)}") from error
-
-
-def _definition(
-    reference: str, function: Callable[..., object], shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the definition of a function for the chat template, with the parameters that the model sees."""
-    from transformers.utils import chat_template_utils as transformers_tools
-
-    def view() -> None: ...
-
-    view.__name__, view.__doc__ = function.__name__, function.__doc__
-    view.__annotations__ = {each.name: hints[each.name] for each in shown if each.name in hints}
-    view.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    try:
-        definition: dict[str, Any] = transformers_tools.get_json_schema(view)
-    except (transformers_tools.DocstringParsingException, transformers_tools.TypeHintParsingException) as error:
-        raise ConfigurationError(
-            f"{TOOLS_KEY}: {reference}: {one_line(error).partition(': ')[2]}; expected a docstring with Args: that"
-            f" describes each parameter, and types among {_TYPES}"
-        ) from error
-    return definition
 
 
 def _checked_settings(

@@ -3,6 +3,7 @@
 """Results of tool calls, as texts for the model."""
 
 import json
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl_moe.rewards.interface import Fault
@@ -16,13 +17,19 @@ class ToolResult:
         text: Text for the model: the result, or an error.
         fault: Reason why there is no result. None: there is one.
         is_cut: Whether the result was too long. The text then ends with a note on this.
+        is_wrong: Whether the arguments were refused in the process of the tool. The text is the reason.
         seconds: Duration of the call, in seconds.
     """
 
     text: str
     fault: Fault | None = None
     is_cut: bool = False
+    is_wrong: bool = False
     seconds: float = field(default=0.0, compare=False)
+
+
+CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
+"""Calls a tool by its name, checked arguments and a limit in seconds."""
 
 
 def error_text(problem: str) -> str:

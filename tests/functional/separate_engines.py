@@ -54,7 +54,7 @@ def started(config: GRPOMasterConfig) -> Iterator[tuple[MegatronPolicy, Separate
     hf_config = load_hf_config(str(source.folder()))
     setup = EngineSetup(config, cluster, source, hf_config, None, policy, print, places)
     copies = start_copies(setup, places)
-    engine = SeparateEngine(copies, max_batch_size=5)
+    engine = SeparateEngine(copies, max_batch_size=5, vocabulary_size=hf_config.vocab_size)
     try:
         yield policy, engine, copies
     finally:

@@ -81,6 +81,34 @@ def test_in_lockstep_a_run_repeats_however_the_agents_were_scheduled(outcome: Ou
     ]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["megatron", "megatron_separate"])
+def test_requests_of_an_agent_overlap(backend: str, tmp_path: Path) -> None:
+    """In lockstep they repeat as well. Another engine answers each at once."""
+    changes = {
+        "env__driver__program": "tests.support.agents_of_tests:asks_at_once",
+        "env__reward_weights": None,
+        "env__reward": None,
+        "policy__generation__backend": backend,
+        "grpo__adv_estimator__name": "turn_grpo",
+    }
+    outcomes: list[Outcome] = []
+    for name in ("first", "again") if backend == "megatron" else ("first",):
+        places = [] if backend == "megatron" else ["+cluster.roles.generation={}"]
+        grpo_runs.run_here([*settings(tmp_path / name, **changes), *places], tmp_path / name)
+        outcomes.append(sft_runs.outcome_of(tmp_path / name))
+    steps, samples = outcomes[0]
+    assert all((sample["num_turns"], sample["num_sequences"]) == (4, 3) for sample in samples)
+    for metrics in steps:
+        assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
+        assert metrics["train/mean_turn_rewards_per_sample"] == pytest.approx(metrics["train/reward"])
+        assert metrics["train/moe/routing/rows_usable_share"] == 1
+        assert metrics["train/moe/routing/anomalies"] == 0
+    for each in outcomes[1:]:
+        assert [sample["response"] for sample in each[1]] == [sample["response"] for sample in samples]
+        assert [step["train/loss"] for step in each[0]] == [step["train/loss"] for step in steps]
+
+
 @pytest.mark.slow
 def test_agents_of_a_run_listen_on_loopback_alone_and_none_outlives_it(tmp_path: Path) -> None:
     """One agent in each step hangs until its limit, and has a child."""

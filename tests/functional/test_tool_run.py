@@ -18,9 +18,9 @@ CHILD = "started-by-a-tool"
 
 
 def read_calls(text: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return two calls for any text: an untrained model writes none. One text in four has a tool that hangs."""
+    """Return three calls for any text: an untrained model writes none. One text in four has a tool that hangs."""
     second = ToolCall("block", {"seconds": 10_000.0}) if len(text.encode()) % 4 == 0 else ToolCall("add", {"a": "x"})
-    return [ToolCall("add", {"a": 40, "b": 2}), second]
+    return [ToolCall("add", {"a": 40, "b": 2}), ToolCall("count", {}), second]
 
 
 HANGING = ToolFormat(
@@ -38,7 +38,12 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
         "policy__generation__max_new_tokens": 16,
         "policy__generation__stop_token_ids": list(range(0, 250, 8)),
         "env__driver__kind": "tools",
-        "env__driver__tools": ["tests.support.tool_functions:add", "tests.support.tool_functions:block"],
+        "env__driver__tools": [
+            "tests.support.tool_functions:add",
+            "tests.support.tool_functions:block",
+            "tests.support.tool_types:Counter.count",
+        ],
+        "env__driver__parameters": {"Counter": {"first": 6}},
         "env__driver__format": "tests.functional.test_tool_run:ANY_TEXT",
         "env__driver__limits__num_workers": 2,
         "env__driver__limits__call_timeout_s": 1.0,
@@ -59,6 +64,7 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
     assert called
     for sample in called:
         assert "<tool_response>42</tool_response>" in sample["response"]
+        assert "<tool_response>7</tool_response>" in sample["response"], "each trajectory has its own counter"
         assert ("expected integer" in sample["response"]) != ("no result within 1 s" in sample["response"])
         calls = [call for turn in sample["conversation"] for call in turn.get("calls", [])]
         assert {call["outcome"] for call in calls} in ({"ok", "wrong"}, {"ok", "timeout"})

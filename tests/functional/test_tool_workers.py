@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +22,9 @@ from nemo_rl_moe.tools.worker_pool import ToolWorkers
 from tests.support.grpo_inputs import cluster_config
 
 NAMES = ("add", "look_up", "say", "fail", "sleep", "block", "die", "fill", "variable", "started_with", "start_child")
-REFERENCES = [f"tests.support.tool_functions:{name}" for name in NAMES]
+NAMES = (*NAMES, "waits", "waits_long")
+REFERENCES = [f"tests.support.tool_functions:{name}" for name in NAMES] + ["tests.support.tool_types:order"]
+METHODS = ("count", "total", "end_process")
 SETTINGS = {"look_up": {"dictionary": "words.txt"}}
 LIMIT_S = 60.0
 """Of calls that end by themselves."""
@@ -54,13 +57,14 @@ def results(workers: ToolWorkers, *calls: tuple[str, dict[str, Any], float]) -> 
     """Return the results of calls that run at the same time."""
 
     async def run() -> list[ToolResult]:
-        return await asyncio.gather(*(workers.call(*call) for call in calls))
+        async with workers.calls({}) as call:
+            return await asyncio.gather(*(call(*each) for each in calls))
 
     return asyncio.run(run())
 
 
 def process_ids(workers: ToolWorkers) -> list[int]:
-    return [ray.get(actor.place.remote()).process.pid for actor in workers._pool._actors.values()]
+    return [ray.get(actor.place.remote()).process.pid for actor in workers._pools[0]._actors.values()]
 
 
 def test_results_are_texts(workers: ToolWorkers) -> None:
@@ -130,6 +134,61 @@ def test_secrets_of_the_environment_are_hidden(workers: ToolWorkers) -> None:
     assert [result.text for result in found] == ["not set", "not set", os.environ.get("HOME", "not set")]
 
 
+def test_coroutines_are_awaited_and_ended(workers: ToolWorkers) -> None:
+    before = process_ids(workers)
+    late = ToolResult("error: the tool gave no result within 1 s", Fault.TIMEOUT)
+    assert results(workers, *[("waits", {"a": 1}, LIMIT_S)] * 2) == [ToolResult("1")] * 2
+    assert results(workers, *[("waits_long", {"a": 1}, SHORT_S)] * 2) == [late] * 2
+    ended = results(workers, *[("variable", {"name": "WAITS_LONG"}, LIMIT_S)] * 4)
+    assert ended[0] == ToolResult("has ended")
+    assert process_ids(workers) == before
+
+
+def test_code_of_the_user_that_checks_arguments_runs_with_the_tool(workers: ToolWorkers) -> None:
+    right, wrong = results(
+        workers,
+        ("order", {"items": [{"name": "tea", "count": "2"}], "speed": "fast"}, LIMIT_S),
+        ("order", {"items": [{"name": "boom"}]}, LIMIT_S),
+    )
+    assert right == ToolResult("2 tea, FAST, False")
+    assert wrong.is_wrong
+    assert wrong.text.startswith("error: the argument items is [{")
+
+
+def test_each_trajectory_has_its_own_state_which_is_closed_at_its_end(tmp_path: Path) -> None:
+    file, warnings = tmp_path / "ends", list[str]()
+    workers = ToolWorkers(
+        [f"tests.support.tool_types:Counter.{name}" for name in METHODS],
+        {"Counter": {"first": 1, "file": str(file)}},
+        num_workers=2,
+        memory_mb=200,
+        most_characters=MOST_CHARACTERS,
+        methods=METHODS,
+        warn=warnings.append,
+    )
+
+    async def trajectory(start: int, *calls: tuple[str, dict[str, Any]]) -> list[str]:
+        async with workers.calls({"start": start}) as call:
+            return [(await call(*each, LIMIT_S)).text for each in calls]
+
+    async def run() -> list[list[str]]:
+        count = ("count", {"by": 2})
+        return await asyncio.gather(*(trajectory(10 * number, count, count, ("total", {})) for number in range(4)))
+
+    lost = "error: RuntimeError: the state of the tool is lost, because its process has ended"
+    with workers:
+        assert asyncio.run(run()) == [[str(10 * number + each) for each in (3, 5, 5)] for number in range(4)]
+        assert asyncio.run(trajectory(-1, ("total", {}))) == ["error: ValueError: no negative start"]
+        died, *after = asyncio.run(trajectory(0, ("end_process", {}), ("total", {}), ("count", {})))
+        assert died.startswith("error: the process of the tool ended: ")
+        assert after == [lost, lost]
+        for _ in range(2):
+            assert asyncio.run(trajectory(200, ("total", {}))) == ["201"]
+    assert sorted(map(int, file.read_text().split())) == [5, 15, 25, 35]
+    reported = "error: ValueError: too high; further failures are not reported"
+    assert warnings == [f"the state of a tool could not be closed: {reported}"]
+
+
 @pytest.mark.full
 def test_nothing_is_left_behind() -> None:
     with started(1) as workers:
@@ -145,8 +204,9 @@ def test_calls_that_run_while_all_is_stopped_end() -> None:
     workers = started(1)
 
     async def run() -> None:
-        call = asyncio.ensure_future(workers.call("sleep", {"seconds": 10_000.0}, 10_000.0))
-        waiting = asyncio.ensure_future(workers.call("add", {"a": 1}, LIMIT_S))
+        async with workers.calls({}) as called:
+            call = asyncio.ensure_future(called("sleep", {"seconds": 10_000.0}, 10_000.0))
+            waiting = asyncio.ensure_future(called("add", {"a": 1}, LIMIT_S))
         await asyncio.sleep(0.5)
         await asyncio.to_thread(workers.shutdown)
         with pytest.raises(WorkerDiedError, match="the tool workers have been stopped"):

@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.functional import grpo_runs, sft_runs
+from tests.functional.served import NAME, make_model, serving
 from tests.support.vllm_engines import vllm_tests
 
 pytestmark = [*vllm_tests(900), pytest.mark.slow]
@@ -21,16 +19,7 @@ pytestmark = [*vllm_tests(900), pytest.mark.slow]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with random weights that are large enough for greedy tokens to differ."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    torch.manual_seed(3)
-    made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sft_runs.MODEL), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    made.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(sft_runs.MODEL).save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
 def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -72,3 +61,33 @@ def test_greedy_evaluation_by_vllm_is_that_of_the_workers(model: Path, tmp_path:
     assert "sending the weights to the engine: done" in done.stdout
     assert results["vllm"]["reward"] == results["megatron"]["reward"]
     assert results["vllm"]["backend"] == "vllm"
+
+
+def test_both_engines_serve_the_same_replies_scores_and_experts(model: Path, tmp_path: Path) -> None:
+    prompts = ["7+8=", "1234+5678+90123="]
+    found = []
+    for backend in ("megatron_separate", "vllm"):
+        with serving(model, tmp_path, "--backend", backend, "--max-model-len", "200") as server:
+            reply = server.client().completions.create(
+                model=NAME,
+                prompt=prompts,
+                echo=True,
+                logprobs=1,
+                max_tokens=8,
+                temperature=0,
+                extra_body={"return_routed_experts": True},
+            )
+            found.append(reply.model_dump()["choices"])
+    for own, other in zip(*found, strict=True):
+        assert own["text"] == other["text"]
+        for scores in ("token_logprobs", "top_logprobs"):
+            mine, vllms = ([_highest(each) for each in choice["logprobs"][scores][1:]] for choice in (own, other))
+            assert vllms == pytest.approx(mine, abs=1e-4)
+        mine, vllms = (choice["routed_experts"]["experts"][:-1] for choice in (own, other))
+        assert [[sorted(layer) for layer in token] for token in vllms] == [
+            [sorted(layer) for layer in token] for token in mine
+        ]
+
+
+def _highest(scores: float | dict[str, float]) -> float:
+    return max(scores.values()) if isinstance(scores, dict) else scores

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.task import AgentResult, AgentTask
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 
@@ -72,6 +72,26 @@ async def asks_twice(task: AgentTask) -> dict[str, float]:
     texts = [each.choices[0].message.content or "" for each in (first, second)]
     digits = sum(character.isdigit() for text in texts for character in text)
     return {"digits": digits / 16, "short": 1.0 - len(texts[1]) / 100}
+
+
+async def asks_at_once(task: AgentTask) -> AgentResult:
+    """Continue a first answer in three ways at the same time. Each of them is rewarded for its digits."""
+    client = openai().AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    first = await client.chat.completions.create(model=task.model, messages=list(task.messages), max_tokens=8)
+    said = [*task.messages, first.choices[0].message]
+    replies = await asyncio.gather(
+        *(
+            client.chat.completions.create(
+                model=task.model, messages=[*said, {"role": "user", "content": question}], max_tokens=8
+            )
+            for question in ("1+2=", "3+4=", "5+6=")
+        )
+    )
+    shares = {
+        reply.id: sum(character.isdigit() for character in reply.choices[0].message.content or "") / 8
+        for reply in replies
+    }
+    return AgentResult(0.0, turn_rewards=shares)
 
 
 MET: list[str] = []

@@ -22,13 +22,15 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.speech import describe_speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.requests import RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.worker import answer_of
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentWorkers, end_of
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.running import RunningTrajectory
@@ -311,11 +313,10 @@ class ThreadWorkers:
 
     def _run(self, task: AgentTask) -> AgentEnd:
         try:
-            result = self._agent(task)
+            answer = answer_of(0, self._agent(task))
         except Exception as error:
             return AgentEnd(fault=Fault.ERROR, message=one_line(error))
-        pair = result if isinstance(result, tuple) else (result, None)
-        return end_of({"result": pair[0], "is_correct": pair[1]})
+        return end_of(json.loads(answer)[1])
 
 
 def play(
@@ -331,6 +332,7 @@ def play(
     weights: Mapping[str, float] | None = None,
     question: str = "1+2?",
     gate: Gate | None = None,
+    gather_s: float = 0.0,
     record: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of an agent, whose model's responses are given.
@@ -362,7 +364,8 @@ def play(
     with EndpointServer(MODEL) as server:
         workers = cast(AgentWorkers, ThreadWorkers(agent))
         rules = RequestRules(MODEL, session.sampling, no_tools, is_strict=False)
-        environment = AgentEnvironment(rules, tool_format, max_turns, server, workers, weights, thinking)
+        settings = RequestSettings(rules, tool_format, max_turns, thinking, gather_s)
+        environment = AgentEnvironment(settings, server, workers, weights)
         return session, asyncio.run(environment.rollout(session))
 
 

@@ -176,6 +176,14 @@ async def two_turns(session: Session) -> Trajectory:
     return session.finish(await session.score(), {"turns": 2.0})
 
 
+async def two_at_once(session: Session) -> Trajectory:
+    """Ask for two responses to other tokens at the same time."""
+    prompts = [[*session.prompt.token_ids, token] for token in (7, 8)]
+    for prompt, sampled in zip(prompts, await asyncio.gather(*map(session.sample, prompts)), strict=True):
+        session.add_sampled(session.begin_sequence(prompt, []), sampled)
+    return session.finish(await session.score())
+
+
 async def with_fault(session: Session) -> Trajectory:
     """Ask once; the faulty trajectory then does what its seed says."""
     await session.generate()

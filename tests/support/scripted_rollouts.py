@@ -209,14 +209,25 @@ class ScriptedEngine(GenerationEngine):
         token_s: Seconds of a token.
         version: Optimizer steps of the weights.
         seeds: Of all requests.
+        most_running: Most requests that were answered at the same time.
     """
 
     token_s: float = 0.0
     version: int = 0
     shares_weights: bool = False
     seeds: list[int] = field(default_factory=list)
+    most_running: int = 0
+    num_running: int = 0
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            return await self._sampled(request)
+        finally:
+            self.num_running -= 1
+
+    async def _sampled(self, request: GenerationRequest) -> GeneratedSequence:
         self.seeds.append(request.seed)
         token_ids, versions = list[int](), list[int]()
         for place in range(2 + request.seed % 4):

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions as users write them for tools, good ones and bad ones."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -158,20 +160,11 @@ def without_description(a: int) -> int:
     return a
 
 
-def with_set(a: set[int]) -> int:
+def with_class(a: list[subprocess.Popen] | None) -> int:  # type: ignore[type-arg]
     """Do nothing.
 
     Args:
-        a: Numbers.
-    """
-    return len(a)
-
-
-def with_class(a: list[Path] | None) -> int:
-    """Do nothing.
-
-    Args:
-        a: Files.
+        a: Processes.
     """
     return 0
 
@@ -195,12 +188,35 @@ def with_rest(*a: int) -> int:
 
 
 async def waits(a: int) -> int:
-    """Do nothing.
+    """Wait a little.
 
     Args:
         a: A number.
     """
+    await asyncio.sleep(0.001)
     return a
+
+
+async def waits_long(a: int) -> int:
+    """Wait for hours.
+
+    Args:
+        a: A number.
+    """
+    try:
+        await asyncio.gather(asyncio.sleep(10_000))
+    finally:
+        os.environ["WAITS_LONG"] = "has ended"
+    return a
+
+
+def counts_up(a: int) -> Iterator[int]:
+    """Count.
+
+    Args:
+        a: Where to begin.
+    """
+    yield a
 
 
 nameless = lambda: 0  # noqa: E731

@@ -15,7 +15,7 @@ from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
-from nemo_rl_moe.rollouts.agents.environment import CALL_METRICS, OTHER_SAMPLING, REFUSED
+from nemo_rl_moe.rollouts.agents.requests import CALL_METRICS, OTHER_SAMPLING, REFUSED
 from nemo_rl_moe.rollouts.environment import CACHED_TOKENS
 from nemo_rl_moe.rollouts.libraries.openenv_environment import FAILED_STEPS, STEPS
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX

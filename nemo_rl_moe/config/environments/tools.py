@@ -46,12 +46,14 @@ class ToolsConfig(DriverConfig):
     """Name of this kind of driver."""
     tools: list[Text]
     """Tools that the model may call: calculator, python, search, or `package.module:function` of a function with typed
-    parameters and a docstring. []: only the tools of `mcp_servers`."""
+    parameters and a docstring, or `package.module:Class.method` of a tool with state. []: only the tools of
+    `mcp_servers`."""
     mcp_servers: dict[Text, McpServerConfig]
     """Name of your choice -> MCP server whose tools the model may also call. Each tool process starts all servers. {}:
     none."""
     parameters: dict[str, dict[str, Any]]
-    """Name of a tool -> values of its keyword-only parameters. The model does not see these parameters. {}: none."""
+    """Name of a tool or class -> values of its keyword-only parameters. The model does not see these parameters. {}:
+    none."""
     format: Text | None
     """Format in which the model writes calls: hermes, qwen3_coder, glm45, kimi_k2, minimax_m2, deepseek_v3,
     deepseek_v31, deepseek_v32, mistral, mistral_args, llama3_json, function_calls, olmo3, harmony, `vllm:NAME` for a

@@ -235,7 +235,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     return VllmEngine(
         VllmSettings(
             model_files=policy.model_files,
-            decodes_text=bool(generation.stop_strings),
+            decodes_text=generation.stop_strings is not None,
             dtype=number_format(config.policy),
             max_tokens=config.policy.max_total_sequence_length,
             max_sequences=generation.max_batch_size,

@@ -24,7 +24,13 @@ from nemo_rl_moe.distributed.node_tools import folder_of_this_process
 from nemo_rl_moe.distributed.object_store import HeldObjects
 from nemo_rl_moe.distributed.stored_rows import RowStore, StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationRequest,
+    PromptScores,
+    SamplingParameters,
+    store_routes,
+)
 from nemo_rl_moe.generation.vllm import releases
 from nemo_rl_moe.generation.vllm.config import PrefixCaching
 from nemo_rl_moe.generation.vllm.images import ImagePrompts, ImageSettings, as_loader_expects, register
@@ -375,6 +381,7 @@ def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
         # Only the request's stop tokens count.
         ignore_eos=True,
         logprobs=0,
+        prompt_logprobs=1 if sampling.scores_prompt else None,
         detokenize=bool(sampling.stop_strings),
         # As in the trainer's own engine, a stop string may contain special tokens.
         skip_special_tokens=False,
@@ -391,4 +398,16 @@ def sequence_of(output: Any, version: int) -> GeneratedSequence:
         is_truncated=completion.finish_reason == "length",
         weight_version=version,
         is_partial=completion.finish_reason == "abort",
+        prompt_scores=None if output.prompt_logprobs is None else _prompt_scores(output),
+    )
+
+
+def _prompt_scores(output: Any) -> PromptScores:
+    """Return the log-probabilities of an output's prompt. vLLM has an entry for each token and for the likeliest."""
+    pairs = list(zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True))
+    tops = [min(each.items(), key=lambda entry: entry[1].rank) for each, _ in pairs]
+    return PromptScores(
+        logprobs=np.array([each[token].logprob for each, token in pairs], dtype=np.float32),
+        top_ids=np.array([token for token, _ in tops], dtype=np.int64),
+        top_logprobs=np.array([entry.logprob for _, entry in tops], dtype=np.float32),
     )

@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_moe.config.environments.agent import AgentConfig, EndpointDriverConfig
 from nemo_rl_moe.config.user_code import import_function_of_task
 from nemo_rl_moe.data.speech import describe_speech
-from nemo_rl_moe.data.thinking import Thinking
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, in_separate_process
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.requests import GATHER_S, RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AGENT_KEY, AgentProgram, Program
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
 from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.tools.detection import format_of
-from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 LOG_SUFFIX = ".agents.log"
 """Suffix of the agents' log file. The file lies next to `logger.log_dir` and has its name with this suffix."""
@@ -74,32 +74,35 @@ def prepare_program(driver: EndpointDriverConfig, setup: DriverSetup, program: P
         no_tools = str(error).partition(": ")[2]
     model, is_strict = setup.config.policy.model_name, driver.agent_requests == "strict"
     make_rules = partial(RequestRules, model, setup.sampling, no_tools, is_strict=is_strict)
-    log = Path(f"{str(setup.config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
-
     thinking = describe_speech(setup.tokenizer, kwargs=setup.config.data.chat_template_kwargs).thinking
-    start = partial(running_agents, driver, program, make_rules, tool_format, setup.env.reward_weights, log, thinking)
+    gather_s = GATHER_S if setup.config.policy.generation.engine.shares_weights else 0.0
+
+    make_settings = partial(_request_settings, make_rules, tool_format, driver.max_turns, thinking, gather_s)
+    log = Path(f"{str(setup.config.logger.log_dir).rstrip('/')}{LOG_SUFFIX}")
+    start = partial(running_agents, program, driver.limits.num_workers, make_settings, setup.env.reward_weights, log)
     return in_separate_process(setup, f"env.driver: {driver.named}", start)
+
+
+def _request_settings(make_rules: Callable[[], RequestRules], *settings: Any) -> RequestSettings:
+    return RequestSettings(make_rules(), *settings)
 
 
 @contextmanager
 def running_agents(
-    driver: EndpointDriverConfig,
     program: Program,
-    make_rules: Callable[[], RequestRules],
-    tool_format: ToolFormat | None,
+    num_workers: int,
+    make_settings: Callable[[], RequestSettings],
     reward_weights: Mapping[str, float] | None,
     log: Path,
-    thinking: Thinking | None,
 ) -> Iterator[Environment]:
     """Run the endpoint and the agents' processes within this context, and yield the environment. Called in the
     environment's process.
 
     Args:
-        tool_format: Format in which the model writes tool calls. None: requests must have no tools.
+        make_settings: Makes the settings, which cannot be pickled.
         log: File to which the agents' output is written.
-        thinking: Marks of the model's thinking. None if it has none.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    rules = make_rules()
-    with EndpointServer(rules.model) as server, AgentWorkers(program, driver.limits.num_workers, log) as workers:
-        yield AgentEnvironment(rules, tool_format, driver.max_turns, server, workers, reward_weights, thinking)
+    settings = make_settings()
+    with EndpointServer(settings.rules.model) as server, AgentWorkers(program, num_workers, log) as workers:
+        yield AgentEnvironment(settings, server, workers, reward_weights)

@@ -10,7 +10,8 @@ from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, described
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.tool_environment import ToolConversation
-from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
+from nemo_rl_moe.tools.definitions import Tools
 from nemo_rl_moe.tools.worker_pool import ToolWorkers
 
 
@@ -19,14 +20,14 @@ def prepare_tools(driver: ToolsConfig, setup: DriverSetup) -> StartDriver:
     tools, tool_format = described_tools(driver), setup.tool_format(driver.format)
 
     def start(run: ModelRun, warn: Callable[[str], None]) -> Environment:
-        workers = run.use(running_tool_workers(driver, run.console))
-        return ToolConversation(tools, tool_format, workers.call, driver, warn)
+        workers = run.use(running_tool_workers(driver, tools, run.console))
+        return ToolConversation(tools, tool_format, workers.calls, driver, warn)
 
     return start
 
 
 @contextmanager
-def running_tool_workers(driver: ToolsConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
+def running_tool_workers(driver: ToolsConfig, tools: Tools, console: ConsoleLogger) -> Iterator[ToolWorkers]:
     """Run the tool workers within this context, and yield them."""
     limits = driver.limits
     with console.phase(f"starting the tool workers ({', '.join(driver.tool_names)})"):
@@ -37,6 +38,8 @@ def running_tool_workers(driver: ToolsConfig, console: ConsoleLogger) -> Iterato
             memory_mb=limits.memory_mb,
             most_characters=limits.max_result_characters,
             servers=driver.mcp_servers,
+            methods=[name for name, tool in tools.items() if tool.state is not None],
+            warn=Notices(console.message, console.warn).warn,
         )
     with workers:
         yield workers

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -19,7 +20,13 @@ from nemo_rl_moe.distributed.node_tools import THREADS
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import GenerationError, WeightSyncError, WorkerDiedError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationEngine, GenerationRequest
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationBatch,
+    GenerationEngine,
+    GenerationRequest,
+    PromptScores,
+)
 from nemo_rl_moe.generation.megatron_separate.batches import RequestBatches
 from nemo_rl_moe.generation.megatron_separate.record import MegatronSeparateConfig
 from nemo_rl_moe.models.hf_files import plain_config
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
+_SCORED_AT_A_TIME = 16
+"""Number of prompts in one forward pass for their log-probabilities."""
+
 
 class SeparateEngine(GenerationEngine):
     """Workers that each hold a full copy of the weights, and take requests as they arrive.
@@ -43,13 +53,14 @@ class SeparateEngine(GenerationEngine):
     Args:
         copies: Started workers, each a separate job.
         max_batch_size: Maximum number of sequences that a copy generates at a time. With None, there is no maximum.
+        vocabulary_size: Number of token ids.
     """
 
     can_score = True
     gives_fingerprints = True
 
-    def __init__(self, copies: WorkerGroup[MegatronModel], max_batch_size: int | None):
-        self._copies, self._max_batch_size = copies, max_batch_size
+    def __init__(self, copies: WorkerGroup[MegatronModel], max_batch_size: int | None, vocabulary_size: int):
+        self._copies, self._max_batch_size, self._vocabulary_size = copies, max_batch_size, vocabulary_size
         self._requests = RequestBatches(self._generate, copies.world_size, max_batch_size)
         self._images = ArrayStore(ray.put)
         self._has_weights = False
@@ -92,9 +103,30 @@ class SeparateEngine(GenerationEngine):
     def _generate(self, copy: int, batch: GenerationBatch) -> list[GeneratedSequence]:
         if not self._has_weights:
             raise GenerationError("the engine has no weights yet: update_weights comes before the first request")
-        asked = (batch.with_shared_in(self._images), self._max_batch_size)
-        to_copies = [asked if each == copy else None for each in range(self._copies.world_size)]
-        return _answers(self._copies.start_each(MegatronModel.generate, to_copies))[copy]
+        found = self._on_one(copy, MegatronModel.generate, batch.with_shared_in(self._images), self._max_batch_size)
+        if not batch.sampling.scores_prompt:
+            return found
+        scores = self._prompt_scores(copy, batch)
+        return [replace(sequence, prompt_scores=each) for sequence, each in zip(found, scores, strict=True)]
+
+    def _prompt_scores(self, copy: int, batch: GenerationBatch) -> list[PromptScores]:
+        order = sorted(range(len(batch.prompts)), key=lambda index: len(batch.prompts[index]))
+        parts = [order[start : start + _SCORED_AT_A_TIME] for start in range(0, len(order), _SCORED_AT_A_TIME)]
+        batches = [_batch_of([batch.prompts[index] for index in part], ()) for part in parts]
+        logprobs = self._on_one(copy, MegatronModel.logprobs, batches)
+        tops = self._on_one(copy, MegatronModel.top_candidates, batches, 1, self._vocabulary_size)
+        scores: dict[int, PromptScores] = {}
+        for part, own, (ids, highest) in zip(parts, logprobs, tops, strict=True):
+            for row, index in enumerate(part):
+                place = row, slice(1, len(batch.prompts[index]))
+                scores[index] = PromptScores(
+                    own[place].numpy(), ids[..., 0][place].numpy(), highest[..., 0][place].numpy()
+                )
+        return [scores[index] for index in range(len(order))]
+
+    def _on_one(self, copy: int, method: Callable[[MegatronModel, *Args], Result], *args: *Args) -> Result:
+        to_copies = [args if each == copy else None for each in range(self._copies.world_size)]
+        return _answers(self._copies.start_each(method, to_copies))[copy]
 
     def _receive(self, transport: WeightTransport, spec: TransportSpec, version: int) -> None:
         """Wait until all copies have received the weights. An error of one copy ends the transfer for all copies."""
@@ -155,7 +187,7 @@ def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[Megatr
             seed=setup.config.grpo.seed,
             num_steps=None,
             keep_reference=False,
-            decodes_text=bool(policy.generation.stop_strings),
+            decodes_text=policy.generation.stop_strings is not None,
             heads=(Head.LOGPROBS,),
         ),
         start_timeout_s=places.config.worker_start_timeout_s,
@@ -168,4 +200,5 @@ def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[Megatr
 def make_separate_engine(setup: "EngineSetup") -> SeparateEngine:
     """Start the engine on the workers of `cluster.roles.generation`."""
     assert setup.own_cluster is not None  # a rule of the engine's record
-    return SeparateEngine(start_copies(setup, setup.own_cluster), setup.config.policy.generation.max_batch_size)
+    copies = start_copies(setup, setup.own_cluster)
+    return SeparateEngine(copies, setup.config.policy.generation.max_batch_size, setup.hf_config.vocab_size)

@@ -9,10 +9,11 @@ from nemo_rl_moe.data.encoding import most_characters, num_characters
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import TemplateInputs, ToolDefinition
 from nemo_rl_moe.data.turn_glue import NoExtension
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest, MessageKey, key_of
 from nemo_rl_moe.generation.interface import TokenIds
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, MessageKey, key_of
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
+from nemo_rl_moe.rollouts.turn import SampledResponse
 
 _REASONING = "reasoning_content"
 
@@ -39,16 +40,18 @@ class _Response:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the response to a request is added.
+    """The tokens that the response to a request continues.
 
     Attributes:
-        sequence: The sequence to continue. It ends in the generation prompt.
+        token_ids: They end in the generation prompt.
         prompted: The messages before the response, with their tokens.
+        earlier: The last response among the messages. None if the request begins a conversation.
     """
 
     request: ChatRequest
-    sequence: GrowingSequence
+    token_ids: TokenIds
     prompted: Extension
+    earlier: _Response | None = None
 
 
 class TooLong(Exception):
@@ -69,10 +72,10 @@ class Branches:
         self._responses: list[_Response] = []
 
     def place(self, request: ChatRequest) -> Place:
-        """Prepare a sequence for the response to a request, and return it with the messages.
+        """Return the tokens that the response to a request continues. Nothing changes.
 
         Raises:
-            TooLong: A response would have no room. Nothing has changed.
+            TooLong: A response would have no room.
             NoExtension: There is no chat template, or a message has the text of a control token that cannot be
                 tokenized as plain text.
             RecordError: The chat template does not show the messages.
@@ -91,19 +94,28 @@ class Branches:
                 pass  # the template now renders earlier messages differently, as it may drop thinking
         extension = self._continuation.begin(request.messages, TemplateInputs(request.tools or None))
         self._require_room(0, extension)
-        return Place(request, self._session.begin_sequence(extension.token_ids, request.messages), extension)
+        return Place(request, extension.token_ids, extension)
 
-    def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
-        """Record a response, so that later requests can continue it.
+    def add(self, place: Place, message: Message, sampled: SampledResponse) -> None:
+        """Add a response to a sequence, so that later requests can continue it.
+
+        If other tokens already follow the earlier response, another sequence begins.
 
         Args:
-            place: Result of `place` for the request. Its sequence must already include the tokens of the response.
+            place: Result of `place` for the request.
             message: The response as the agent gets it.
         """
-        keys = (*map(key_of, place.request.messages), key_of(message))
-        tools, sequence = place.request.tools, place.sequence
-        reasoning = message.get(_REASONING)
-        self._responses.append(_Response(keys, reasoning, tools, place.prompted, token_ids, sequence, len(sequence)))
+        request, earlier, session = place.request, place.earlier, self._session
+        if earlier is not None and len(earlier.sequence) == earlier.size:
+            sequence = earlier.sequence
+            session.extend_sequence(sequence, place.prompted.token_ids, request.messages[len(earlier.keys) :])
+        else:
+            sequence = session.begin_sequence(place.token_ids, request.messages)
+        session.add_sampled(sequence, sampled)
+        keys = (*map(key_of, request.messages), key_of(message))
+        reasoning, token_ids = message.get(_REASONING), sampled.turn.token_ids
+        response = _Response(keys, reasoning, request.tools, place.prompted, token_ids, sequence, len(sequence))
+        self._responses.append(response)
 
     def _earlier(self, request: ChatRequest) -> _Response | None:
         """Return the last response among the messages of a request, if it is known.
@@ -120,16 +132,10 @@ class Branches:
         prompted, session = earlier.prompted, self._session
         inputs, stops = TemplateInputs(request.tools or None), session.sampling.stop_token_ids
         turn = SampledTurn(prompted.messages, earlier.token_ids, stops, inputs, prompted.text)
-        new = request.messages[len(earlier.keys) :]
-        extension = self._continuation.extend(turn, new)
+        extension = self._continuation.extend(turn, request.messages[len(earlier.keys) :])
         self._require_room(earlier.size, extension)
-        sequence = earlier.sequence
-        if len(sequence) == earlier.size:
-            session.extend_sequence(sequence, extension.token_ids, new)
-        else:
-            token_ids = [*sequence.token_ids[: earlier.size], *extension.token_ids]
-            sequence = session.begin_sequence(token_ids, request.messages)
-        return Place(request, sequence, extension)
+        token_ids = (*earlier.sequence.token_ids[: earlier.size], *extension.token_ids)
+        return Place(request, token_ids, extension, earlier)
 
     def _require_room(self, size_before: int, extension: Extension) -> None:
         size, limit = size_before + len(extension.token_ids), self._session.max_tokens

@@ -3,43 +3,25 @@
 """The HTTP server for agents: on the loopback interface, with a key of the run and a path for each trajectory."""
 
 import asyncio
-import hmac
-import json
-import logging
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestError
-from nemo_rl_moe.rollouts.agents.replies import as_events
+from nemo_rl_moe.endpoint.http import HOST, application, json_or_stream, listen, read_json
+from nemo_rl_moe.endpoint.replies import chat_chunks
+from nemo_rl_moe.endpoint.request_error import RequestError
 
-HOST = "127.0.0.1"
-MOST_BODY_BYTES = 64 << 20
-MOST_NESTED = 100
-"""Deepest nesting of lists and objects in a body. It is limited because code that reads a body is recursive."""
 _CLOSING_LIMIT_S = 20.0
 
 Ask = Callable[[object], "Future[dict[str, Any]]"]
 """Returns a future of the reply to the body of a request. It is called in the server's thread, and must not block."""
 Unread = Callable[[object, dict[str, Any]], object]
 """Takes body and reply of a request whose client disconnected before it read the reply."""
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def _is_of_us(record: logging.LogRecord) -> bool:
-    """Return whether to log a record. Errors of malformed HTTP requests, which any local process can send, are not
-    logged."""
-    return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
-
-
-_LOG = logging.getLogger("aiohttp.server.agents")
-_LOG.addFilter(_is_of_us)
 
 
 class EndpointServer:
@@ -93,43 +75,16 @@ class EndpointServer:
         self._loop.close()
 
     async def _start(self) -> web.AppRunner:
-        app = web.Application(middlewares=[self._guarded], client_max_size=MOST_BODY_BYTES)
+        routes = "POST .../v1/chat/completions or GET .../v1/models"
+        app = application(self.key, "the key is not the one of this run", routes)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        # Handlers of disconnected clients are cancelled. No client compresses its requests.
-        runner = web.AppRunner(
-            app, logger=_LOG, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
-        )
-        await runner.setup()
-        await web.TCPSite(runner, HOST, 0).start()
-        self.port = runner.addresses[0][1]
+        runner, self.port = await listen(app)
         return runner
-
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse requests without the key, and answer errors in OpenAI's form."""
-        try:
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
-                raise RequestError("the key is not the one of this run", status=401, code="invalid_api_key")
-            return await handler(request)
-        except RequestError as error:
-            return web.json_response(error.body, status=error.status)
-        except web.HTTPException as error:
-            expected = (
-                "; expected POST .../v1/chat/completions or GET .../v1/models" if error.status in (404, 405) else ""
-            )
-            message = f"{request.method} {request.path}: {error.reason}{expected}"
-            return web.json_response(RequestError(message).body, status=error.status)
 
     async def _complete(self, request: web.Request) -> web.Response:
         ask, unread = self._session_of(request)
-        try:
-            body = json.loads(await request.read())  # whatever encoding its header names
-        except (ValueError, RecursionError):  # JSON, its encoding or its depth
-            raise RequestError("the body is no JSON") from None
-        if _is_nested_deeper(body, MOST_NESTED):
-            raise RequestError(f"the body is nested deeper than {MOST_NESTED} lists and objects")
+        body = await read_json(request)
         asked = ask(body)
         try:
             reply = await asyncio.wrap_future(asked)
@@ -139,11 +94,7 @@ class EndpointServer:
             raise
         if request.transport is None or request.transport.is_closing():
             unread(body, reply)
-        if isinstance(body, dict) and body.get("stream"):
-            options = body.get("stream_options")
-            events = as_events(reply, with_usage=isinstance(options, dict) and bool(options.get("include_usage")))
-            return web.Response(body=events, content_type="text/event-stream")
-        return web.json_response(reply, dumps=json.dumps)
+        return json_or_stream(reply, body, chat_chunks)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)
@@ -156,13 +107,3 @@ class EndpointServer:
             message = "this trajectory has ended, or there never was one of this name"
             raise RequestError(message, status=404, code="session_not_found")
         return session
-
-
-def _is_nested_deeper(value: object, most: int) -> bool:
-    level: list[object] = [value]
-    for _ in range(most + 1):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True

@@ -15,11 +15,13 @@ class AgentResult:
         reward: A number, or several by name. If None, `env.reward` scores the last response.
         is_correct: Whether the trajectory is right. If None, it is right if its reward is at least 1.
         metrics: Further numbers by name, which are logged.
+        turn_rewards: Id of a reply of the model -> reward of this response, in addition to `reward`.
     """
 
     reward: Any
     is_correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,7 +101,7 @@ def main() -> None:  # pragma: no cover
         # For clients that are made without arguments.
         os.environ |= {BASE_URL: task.base_url, API_KEY: task.api_key}
         try:
-            answer = _answer(number, _result_of(run, task))
+            answer = answer_of(number, _result_of(run, task))
         except BaseException as error:  # SystemExit too: it would end the process
             answer = _failure(number, error)
         tasks.send_bytes(answer)
@@ -117,7 +117,7 @@ async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -
 
     async def play(number: int, task: AgentTask) -> None:
         try:
-            answer = _answer(number, await cast("Awaitable[object]", run(task)))
+            answer = answer_of(number, await cast("Awaitable[object]", run(task)))
         except BaseException as error:  # a cancellation, too
             answer = _failure(number, error)
         del running[number]
@@ -141,11 +141,18 @@ async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -
     await is_over.wait()
 
 
-def _answer(number: int, result: object) -> bytes:
+def answer_of(number: int, result: object) -> bytes:
     """Return the result of an agent as JSON. Pickles would be unsafe, as a model influences the result."""
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     found = result if isinstance(result, AgentResult) else AgentResult(*pair)
-    answer = {"result": found.reward, "is_correct": found.is_correct, "metrics": dict(found.metrics)}
+    if not isinstance(found.turn_rewards, Mapping):
+        raise TypeError(f"turn_rewards is {described(found.turn_rewards)}, expected the id of a reply -> its reward")
+    answer = {
+        "result": found.reward,
+        "is_correct": found.is_correct,
+        "metrics": dict(found.metrics),
+        "turn_rewards": dict(found.turn_rewards),
+    }
     return json.dumps((number, answer), default=_plain).encode()
 
 

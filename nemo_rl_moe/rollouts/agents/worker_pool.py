@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
+from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.distributed.child_process import END_LIMIT_S, ChildProcess
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score
@@ -42,12 +43,14 @@ class AgentEnd:
         score: The score that the agent returned. If None, the reward function scores the last response.
         fault: Reason why the agent failed. None if it did not fail.
         metrics: Further numbers that the agent returned.
+        turn_rewards: Id of a reply -> reward of its response.
     """
 
     score: Score | None = None
     fault: Fault | None = None
     message: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Process(ChildProcess):
@@ -326,17 +329,22 @@ class AgentWorkers:
 
 
 def _is_result(answer: dict[str, Any]) -> bool:
-    return {"result", "is_correct"} <= answer.keys() and isinstance(answer.get("metrics"), dict)
+    has_numbers = isinstance(answer.get("metrics"), dict) and isinstance(answer.get("turn_rewards"), dict)
+    return {"result", "is_correct"} <= answer.keys() and has_numbers
 
 
 def end_of(answer: dict[str, Any]) -> AgentEnd:
     """Return how an agent has ended, from the answer of its process."""
     if "error" in answer:
         return AgentEnd(fault=Fault.ERROR, message=str(answer["error"]))
-    result, is_correct, metrics = answer["result"], answer["is_correct"], answer.get("metrics", {})
-    if result is None:
-        return AgentEnd(metrics=metrics)
+    result, is_correct, rewards = answer["result"], answer["is_correct"], answer["turn_rewards"]
+    score = None
     try:
-        return AgentEnd(as_score(AGENT_KEY, result if is_correct is None else (result, is_correct)), metrics=metrics)
+        if result is not None:
+            score = as_score(AGENT_KEY, result if is_correct is None else (result, is_correct))
+        for name, reward in rewards.items():
+            if not isinstance(reward, int | float):
+                raise TypeError(f"{AGENT_KEY} returned turn_rewards[{name!r}] {described(reward)}, expected a number")
     except TypeError as error:
         return AgentEnd(fault=Fault.ERROR, message=str(error))
+    return AgentEnd(score, metrics=answer["metrics"], turn_rewards=rewards)

@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from nemo_rl_moe.data.messages import Message, content_text
 from nemo_rl_moe.data.thinking import THINK_START
-from nemo_rl_moe.rollouts.environment import Session, Turn
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.turn import Turn
 
 _Known = tuple[str, str, tuple[tuple[str, str], ...]]
 

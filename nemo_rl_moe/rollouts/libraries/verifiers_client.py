@@ -12,9 +12,10 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
 from nemo_rl_moe.data.messages import Message
-from nemo_rl_moe.rollouts.environment import Session, Turn
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.message_history import MessageHistory, TrajectoryFull
 from nemo_rl_moe.rollouts.tool_environment import CALLS, FAILED_CALLS, NO_TOOL, UNKNOWN_CALLS, WRONG_CALLS
+from nemo_rl_moe.rollouts.turn import Turn
 from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import ToolCall as WrittenCall
 from nemo_rl_moe.tools.formats.interface import ToolFormat

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from nemo_rl_moe.distributed.child_process import ChildProcess
 from nemo_rl_moe.errors import one_line
@@ -58,12 +58,22 @@ class Lost:
 
 @dataclass
 class RemoteTrajectory:
-    """A trajectory that the process makes. `session` makes its requests in the run."""
+    """A trajectory that the process makes. `session` makes its requests in the run.
+
+    Attributes:
+        asking: Tasks that wait for answers to its requests.
+        is_aside: Whether it waits for a limited resource of its environment.
+    """
 
     session: Session
     kept: KeptValues
     messages: "asyncio.Queue[FromProcess | Lost]" = field(default_factory=asyncio.Queue)
-    is_waiting: bool = False
+    asking: "set[asyncio.Task[None]]" = field(default_factory=set)
+    is_aside: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.is_aside or bool(self.asking)
 
 
 class ServerConnection:
@@ -118,6 +128,8 @@ class ServerConnection:
             raise
         finally:
             del self._remotes[number]
+            for task in remote.asking:
+                task.cancel()
 
     async def _served(self, number: int, remote: RemoteTrajectory, remembered: Remembered) -> Trajectory | Lost:
         """Answer the requests of a trajectory until it ends. Return it, or why it was lost."""
@@ -126,14 +138,13 @@ class ServerConnection:
         while True:
             match message:
                 case Asked():
-                    remote.is_waiting = True
-                    answer = await _answer(remote.session, message.request, remembered)
-                    remote.is_waiting = False
-                    self._send(number, Answer(message.number, answer))
+                    for each, request in message.requests.items():
+                        asking = self._answer(number, remote, each, request, remembered)
+                        remote.asking.add(asyncio.get_running_loop().create_task(asking))
                 case WaitsAside():
-                    remote.is_waiting = True
+                    remote.is_aside = True
                     message = await trajectory.wait_aside(remote.messages.get())
-                    remote.is_waiting = False
+                    remote.is_aside = False
                     continue
                 case Ended():
                     self.num_ended += 1
@@ -145,6 +156,24 @@ class ServerConnection:
                 case GoesOn():
                     pass
             message = await remote.messages.get()
+
+    async def _answer(
+        self,
+        number: int,
+        remote: RemoteTrajectory,
+        asked: int,
+        request: GenerationRequest | ScoringItem,
+        remembered: Remembered,
+    ) -> None:
+        """Answer one request of a trajectory. An error of the answer ends the run (`RunningTrajectory.check`)."""
+        try:
+            answer = await _answer(remote.session, request, remembered)
+        except Exception as error:
+            remote.messages.put_nowait(Ended(error))
+            return
+        finally:
+            remote.asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        self._send(number, Answer(asked, answer))
 
     def _send(self, number: int, message: ToProcess) -> None:
         if not self.has_ended:

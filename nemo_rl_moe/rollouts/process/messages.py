@@ -38,10 +38,13 @@ class Begin:
 
 @dataclass(frozen=True)
 class Asked:
-    """A trajectory asks for a sequence or a score. `number` counts its requests."""
+    """A trajectory asks for sequences or a score.
 
-    number: int
-    request: GenerationRequest | ScoringItem
+    Attributes:
+        requests: Number of a request in its trajectory -> the request. An engine in lockstep gets them together.
+    """
+
+    requests: Mapping[int, GenerationRequest | ScoringItem]
 
 
 @dataclass(frozen=True)

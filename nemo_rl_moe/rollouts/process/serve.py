@@ -139,6 +139,7 @@ class _Trajectory:
         self._number, self._process, self._model_inputs = number, process, begin.model_inputs
         self._counter = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._unsent: dict[int, GenerationRequest | ScoringItem] = {}
         self._is_aside, self._is_over = False, False
         self._ending: asyncio.Task[None] | None = None
         self.running = RunningTrajectory(self, 0, self._note_change)
@@ -178,10 +179,13 @@ class _Trajectory:
         self.running.task.cancel()
 
     async def _ask(self, request: GenerationRequest | ScoringItem) -> Any:
-        await _settled()
         number = next(self._counter)
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
-        self._send(Asked(number, request))
+        self._unsent[number] = request
+        await _settled()
+        if self._unsent:  # with all others of this moment
+            requests, self._unsent = self._unsent, {}
+            self._send(Asked(requests))
         return await future
 
     def _note_change(self) -> None:

@@ -3,6 +3,7 @@
 """Estimates of an evaluation, worked out by hand, and their standard error against many evaluations."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,11 @@ def trajectory(reward: float, is_correct: bool) -> Trajectory:
         is_correct=is_correct,
         finish_reason="stop",
     )
+
+
+def answered(answers: str, right: str = "") -> list[Trajectory]:
+    """Responses with one letter as answer each, `-` for none."""
+    return [replace(trajectory(float(each in right), each in right), answer=each.replace("-", "")) for each in answers]
 
 
 def groups(rewards: Sequence[float]) -> list[Trajectory]:
@@ -45,7 +51,34 @@ def test_three_prompts_of_four_responses() -> None:
 
 
 def test_one_response_has_pass_at_1_alone() -> None:
-    assert summarise_evaluation(groups([1, 0]), 1, None, LEAVE_OUT).pass_at_k.keys() == {1}
+    summary = summarise_evaluation(groups([1, 0]), 1, None, LEAVE_OUT)
+    assert (summary.pass_at_k.keys(), summary.majority) == ({1}, None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "expected"),
+    [
+        ("aab-", "a", 1.0),
+        ("abb-", "a", 0.0),
+        ("ab--", "a", 0.5),
+        ("abc-", "a", 1 / 3),
+        ("aabb", "ab", 1.0),
+        ("---a", "a", 1.0),
+        ("----", "", 0.0),
+    ],
+)
+def test_the_most_frequent_answer_counts_and_ties_in_proportion(answers: str, right: str, expected: float) -> None:
+    summary = summarise_evaluation([*answered(answers, right), *answered("xxxx")], 4, None, LEAVE_OUT)
+    if not answers.strip("-"):
+        assert summary.majority == Estimate(0.0, 0.0)
+        return
+    assert summary.majority is not None
+    assert summary.majority.mean == pytest.approx(expected / 2)
+    assert summary.majority.standard_error == pytest.approx(expected / 2)
+
+
+def test_without_answers_there_is_no_majority_vote() -> None:
+    assert summarise_evaluation(groups([1, 0, 1, 0]), 2, None, LEAVE_OUT).majority is None
 
 
 @pytest.mark.parametrize(

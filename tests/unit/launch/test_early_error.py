@@ -65,7 +65,7 @@ def test_the_object_store_holds_the_routes_of_a_step() -> None:
 def test_one_that_names_options_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     options = argparse.Namespace(**{name.removeprefix("--").replace("-", "_"): None for name in OPTIONS})
     options.prompts = "prompts.txt"
-    with pytest.raises(DataError) as caught, reported_by_option(options):
+    with pytest.raises(DataError) as caught, reported_by_option(OPTIONS, options):
         error = DataError("data.train.path: has no lines")
         report_problems(error)
         raise error

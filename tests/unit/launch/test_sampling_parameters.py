@@ -44,8 +44,8 @@ def generation_config(**changes: Any) -> GenerationConfig:
 def test_every_field_reaches_the_engine(speech: Speech) -> None:
     shipped = generation_config().model_dump()
     assert not [name for name, value in CHOSEN.items() if shipped[name] == value]
-    of_the_loss = {"returns_kept_tokens"}
-    assert CHOSEN.keys() == {field.name for field in fields(SamplingParameters)} - of_the_loss
+    of_others = {"returns_kept_tokens", "scores_prompt"}  # the loss, and requests to a served model
+    assert CHOSEN.keys() == {field.name for field in fields(SamplingParameters)} - of_others
     # Which engine, and how many sequences at a time, is not a matter of sampling.
     engine = {"backend", "vllm", "megatron_separate", "weight_transport", "lora_refit", "refit_check", "max_batch_size"}
     assert CHOSEN.keys() == GenerationConfig.model_fields.keys() - engine

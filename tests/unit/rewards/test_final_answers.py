@@ -227,3 +227,24 @@ def test_long_blank_space_is_read_once() -> None:
     assert not states_the_words(f"The answer is{blank}unknown.", "known")
     assert with_numbers_written_out(f"={blank}3{blank}.") == f"={blank}3{blank}."
     assert with_words_marked(f"${blank}{'ab ' * 100_000}") == f"${blank}{'ab ' * 100_000}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "responses"),
+    [
+        ("exact", ["1,000", "1000", "1e3", "1000.0"]),
+        ("exact", [" light  blue", "light blue\n"]),
+        ("exact", ["(B)", "B."]),
+        ("math", ["\\boxed{\\frac{1}{2}}", "0.5", "the value is $1/2$."]),
+        ("math", ["The answer is (C).", "**Answer:** C"]),
+    ],
+)
+def test_equal_answers_are_equal_texts(kind: str, responses: list[str]) -> None:
+    reward = ExactReward() if kind == "exact" else MathReward()
+    gold = "B" if "C" in responses[-1] else "7"
+    answers = {
+        reward.score(ScoringItem("f:1", "?", response, False, {"answer": gold})).answer for response in responses
+    }
+    assert len(answers) == 1
+    assert "" not in answers
+    assert reward.score(ScoringItem("f:1", "?", "9", False, {"answer": gold})).answer not in answers

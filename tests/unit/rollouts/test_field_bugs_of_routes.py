@@ -17,9 +17,9 @@ import torch
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.distributed.batch import Destination, ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rollouts.agents.branches import Branches
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.training_batch import training_batch
@@ -131,9 +131,9 @@ async def test_t13_routes_of_a_branch_are_those_of_its_own_tokens() -> None:
 
     async def ask(*messages: Message) -> Message:
         place = branches.place(ChatRequest(messages))
-        turn = await session.continue_sequence(place.sequence, session.max_tokens)
-        reply = {"role": "assistant", "content": turn.text}
-        branches.add(place, reply, turn.token_ids)
+        sampled = await session.sample(place.token_ids)
+        reply = {"role": "assistant", "content": sampled.turn.text}
+        branches.add(place, reply, sampled)
         return reply
 
     first = await ask(*ASKED)

@@ -162,9 +162,9 @@ async def test_t11_observations_have_no_ratio() -> None:
 def tokenizes_again(patch: Patch) -> None:
     right = Session._request
 
-    def request(self: Session, sequence: GrowingSequence, room: int) -> GenerationRequest:
-        again = tuple(self.encode(self.decode(sequence.token_ids)))
-        return replace(right(self, sequence, room), token_ids=again)
+    def request(self: Session, token_ids: Sequence[int], room: int, seed: int) -> GenerationRequest:
+        again = tuple(self.encode(self.decode(token_ids)))
+        return replace(right(self, again, room, seed), token_ids=again)
 
     patch.setattr(Session, "_request", request)
 

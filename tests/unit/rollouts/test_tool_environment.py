@@ -5,6 +5,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +92,7 @@ def play(
     session = session or session_of(responses, family, max_tokens=max_tokens, inputs=INPUTS)
     tool_format = tool_format or format_of(family.tokenizer, None, NO_INPUTS)
     driver = tools_section(tools=["calculator"], **keys)
-    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), driver, warn)
+    environment = ToolConversation(TOOLS, tool_format, lambda record: nullcontext(calls or Calls()), driver, warn)
     return session, asyncio.run(environment.rollout(session))
 
 

@@ -5,6 +5,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -44,7 +45,9 @@ def session_of(responses: Sequence[str], max_tokens: int = 10_000) -> Session:
 
 def play(session: Session) -> Trajectory:
     tool_format = format_of(QWEN.tokenizer, None, NO_INPUTS)
-    return asyncio.run(ToolConversation(TOOLS, tool_format, answer, DRIVER, print).rollout(session))
+    return asyncio.run(
+        ToolConversation(TOOLS, tool_format, lambda record: nullcontext(answer), DRIVER, print).rollout(session)
+    )
 
 
 def said(found: Trajectory) -> list[tuple[str, str]]:
@@ -185,13 +188,16 @@ def test_sequences_that_an_agent_begins_are_told_by_their_messages() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": "result"}
 
     async def branch(session: Session) -> Trajectory:
+        async def go_on(sequence: GrowingSequence) -> None:
+            session.add_sampled(sequence, await session.sample(sequence.token_ids))
+
         first = session.begin_sequence(QWEN.encode("first question"), [QUESTION])
-        await session.continue_sequence(first, 100)
-        await session.continue_sequence(session.begin_sequence(QWEN.encode("other question"), other), 100)
+        await go_on(first)
+        await go_on(session.begin_sequence(QWEN.encode("other question"), other))
         session.extend_sequence(first, QWEN.encode("a result"), [result])
-        await session.continue_sequence(first, 100)
+        await go_on(first)
         first.add_given(QWEN.encode("no message"))
-        await session.continue_sequence(first, 100)
+        await go_on(first)
         return session.finish(RIGHT)
 
     found = asyncio.run(branch(session_of(["a", "b", "c", "d"])))

@@ -16,11 +16,12 @@ from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.requests import RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
 from nemo_rl_moe.rollouts.environment import Session
@@ -87,7 +88,7 @@ def play(
     sessions = [session_of(record, responses, max_tokens) for record, responses in zip(records, episodes, strict=False)]
     program = TasksetProgram(driver, score_truncated)
     with EndpointServer(MODEL) as server, AgentWorkers(program, 2, folder / "agents.log") as workers:
-        environment = AgentEnvironment(RULES, tool_format, max_turns, server, workers, None)
+        environment = AgentEnvironment(RequestSettings(RULES, tool_format, max_turns), server, workers, None)
 
         async def all_of_them() -> list[Trajectory]:
             return list(await asyncio.gather(*map(environment.rollout, sessions)))
@@ -146,7 +147,7 @@ def test_what_a_hanging_episode_has_started_ends_with_it(tmp_path: Path) -> None
     session = session_of(prompts(**keys)[0], ["7"], 10_000)
     program = TasksetProgram(verifiers_v1_section("sums-v1", **keys), score_truncated=True)
     with EndpointServer(MODEL) as server, AgentWorkers(program, 1, tmp_path / "agents.log") as workers:
-        environment = AgentEnvironment(RULES, None, 4, server, workers, None)
+        environment = AgentEnvironment(RequestSettings(RULES, None, 4), server, workers, None)
 
         def started() -> list[psutil.Process]:
             family = psutil.Process().children(recursive=True)

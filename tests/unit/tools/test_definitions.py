@@ -15,8 +15,10 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools import ready
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments, kind_in_words
 from nemo_rl_moe.tools.definitions import Tool, load_tools
+from tests.support import tool_types
 
 HERE = "tests.support.tool_functions"
+TYPES = "tests.support.tool_types"
 SETTINGS = {"look_up": {"dictionary": "words.txt"}}
 TOOLS = load_tools([f"{HERE}:add", f"{HERE}:look_up"], SETTINGS)
 
@@ -62,20 +64,107 @@ def test_types_and_docstring_make_the_definition() -> None:
     json.dumps([tool.definition for tool in TOOLS.values()])
 
 
+def test_pydantic_makes_the_schemas_of_classes() -> None:
+    """Without references, as chat templates show each parameter alone."""
+    tool = load_tools([f"{TYPES}:order"], {})["order"]
+    address = {
+        "type": "object",
+        "properties": {"street": {"type": "string"}, "title": {"type": "string", "default": "Dr"}},
+        "required": ["street"],
+    }
+    assert tool.definition["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "items": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "description": "A position of an order.",
+                    "properties": {
+                        "name": {"type": "string", "description": "In English."},
+                        "count": {"type": "integer", "default": 1, "exclusiveMinimum": 0},
+                    },
+                    "required": ["name"],
+                },
+                "description": "The positions.",
+            },
+            "address": {"anyOf": [address, {"type": "null"}], "description": "Where to send it."},
+            "speed": {"type": "string", "enum": ["slow", "fast"], "description": "Of the delivery."},
+            "options": {
+                "type": "object",
+                "properties": {"gift": {"type": "boolean"}},
+                "required": ["gift"],
+                "description": "More.",
+            },
+            "days": {"type": "integer", "minimum": 0, "description": "Latest day, with two lines."},
+        },
+        "required": ["items"],
+    }
+    assert tool.definition["function"]["description"] == "Order things."
+    assert tool.usage.endswith(
+        'speed: "slow" or "fast" = "slow", options: object = {"gift": false}, days: integer = 3)'
+    )
+
+
+def test_code_of_the_user_checks_arguments_in_the_process_of_the_tool_alone() -> None:
+    tool = load_tools([f"{TYPES}:order"], {})["order"]
+    given = {"items": [{"name": "tea", "count": "2"}], "address": {"street": "x"}, "speed": "fast", "days": "1"}
+    assert checked(tool, given) == given
+    taken = checked_arguments(given, tool.parameters, tool.usage, with_user_code=True)
+    assert taken == {
+        "items": [tool_types.Item(name="tea", count=2)],
+        "address": tool_types.Address("x"),
+        "speed": tool_types.Speed.FAST,
+        "days": 1,
+    }
+    for wrong, message in (
+        ({"items": [{"name": "tea", "count": 0}]}, "0.count: Input should be greater than 0; expected order("),
+        (
+            {"items": [{"name": "boom"}]},
+            'the argument items is [{"name": "boom"}]: ZeroDivisionError: division by zero',
+        ),
+        ({"items": [], "speed": "brisk"}, "the argument speed is \"brisk\": Input should be 'slow' or 'fast'"),
+        ({"item": []}, "there is no argument 'item'; did you mean items?"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            checked_arguments(wrong, tool.parameters, tool.usage, with_user_code=True)
+        assert message in str(caught.value)
+
+
+def test_methods_of_a_class_share_the_object_of_a_trajectory() -> None:
+    tools = load_tools(
+        [f"{TYPES}:Counter.count", f"{TYPES}:Counter.total", f"{TYPES}:Counter.zero"], {"Counter": {"first": 2}}
+    )
+    assert tools["count"].usage == "count(by: integer = 1)"
+    state = tools["count"].state
+    assert state is not None
+    assert tools["total"].state is state
+    assert tools["zero"].state is None
+    counter = state.make({"start": 3})
+    assert tools["total"].function(counter) == 5
+    with pytest.raises(ConfigurationError, match=r"^env\.driver\.parameters\.Counter\.first: got 'x' \(str\)"):
+        load_tools([f"{TYPES}:Counter.count"], {"Counter": {"first": "x"}})
+    with pytest.raises(ConfigurationError, match=r"other\.Counter.*another class has the name"):
+        load_tools([f"{TYPES}:Counter.count", f"{TYPES}:other.Counter.reset"], {})
+
+
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
         ("calculater", "got 'calculater', expected package.module:function, or one of calculator, python, search"),
         ("no_such_module:f", "there is no module no_such_module"),
         (f"{HERE}:ad", f"{HERE} has no ad"),
-        (f"{HERE}:NUMBER", f"{HERE}:NUMBER is 3 (int), expected a function (def) that returns its result"),
-        (f"{HERE}:waits", "expected a function (def) that returns its result"),
+        (f"{HERE}:NUMBER", f"{HERE}:NUMBER is 3 (int), expected a function (def or async def) that returns its result"),
+        (f"{HERE}:counts_up", "expected a function (def or async def) that returns its result"),
+        (f"{TYPES}:Counter", "expected a function (def or async def) that returns its result, or a method of a class"),
+        (f"{TYPES}:Counter.named", "(method), expected a function (def or async def)"),
+        (f"{TYPES}:NeedsMore.count", "count: NeedsMore needs record, place, expected at most record (the prompt's"),
         (f"{HERE}:nameless", "is named <lambda>, expected a function (def) with a name"),
         (f"{HERE}:without_docstring", "without_docstring because it has no docstring"),
         (f"{HERE}:without_type", "Argument a is missing a type hint in function without_type; expected a docstring"),
         (f"{HERE}:without_description", "no description for the argument 'a'"),
-        (f"{HERE}:with_set", "with_set: a is of type set[int], which JSON does not have; expected types among"),
-        (f"{HERE}:with_class", "with_class: a is of type pathlib.Path, which JSON does not have; expected"),
+        (f"{HERE}:with_class", "with_class: a is of type list[subprocess.Popen] | None, which has no JSON schema: "),
+        (f"{TYPES}:grow", "grow: tree is of type tests.support.tool_types.Tree, which has no JSON schema: it contains"),
         (f"{HERE}:with_unknown_type", "its types cannot be read: NameError: name 'Missing' is not defined"),
         (
             f"{HERE}:with_rest",

@@ -16,12 +16,14 @@ import psutil
 import pytest
 
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
+from nemo_rl_moe.endpoint.request_error import RequestError
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents import worker_pool
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.requests import RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
@@ -96,7 +98,7 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
         ({"seed": 1}, "seed: got 1, expected none: the run draws the seed of each response; leave it out"),
         ({"presence_penalty": 0.5}, "presence_penalty: got 0.5, expected no penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format: got"),
-        ({"tool_choice": "required"}, 'tool_choice: got "required", expected auto or none: training'),
+        ({"tool_choice": "required"}, 'tool_choice: got "required", expected auto or none, as training knows'),
         ({"max_tokens": 0}, "max_tokens: got 0, expected a whole number from 1 on"),
         ({"max_token": 5}, "max_token: is no parameter that this endpoint knows; did you mean"),
         ({"model": "another"}, f"model: got \"another\", expected '{MODEL}', the model in training"),
@@ -186,7 +188,7 @@ def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
     monkeypatch.setenv("A_SECRET_TOKEN", "x")
     log = tmp_path / "agents.log"
     with EndpointServer(MODEL) as server, AgentWorkers(PROGRAM, 2, log) as workers:
-        environment = AgentEnvironment(RULES, None, 8, server, workers, None)
+        environment = AgentEnvironment(RequestSettings(RULES, None, 8), server, workers, None)
 
         async def run(whats: list[str]) -> list[Trajectory]:
             sessions = [session_of(what, [ended(QWEN, "three")]) for what in whats]
@@ -242,7 +244,7 @@ def test_a_command_gets_its_task_and_writes_its_reward(tmp_path: Path) -> None:
     )
     command = AgentProgram(None, (sys.executable, str(program)), memory_mb=4000)
     with EndpointServer(MODEL) as server, AgentWorkers(command, 1, tmp_path / "agents.log") as workers:
-        environment = AgentEnvironment(RULES, None, 8, server, workers, None)
+        environment = AgentEnvironment(RequestSettings(RULES, None, 8), server, workers, None)
         found = {
             what: asyncio.run(environment.rollout(session_of(what, [ended(QWEN, "three")])))
             for what in ("reward", "scored", "exit")

@@ -14,10 +14,11 @@ import pytest
 
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.endpoint.chat_requests import RequestRules
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.requests import RequestSettings
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
@@ -100,7 +101,9 @@ def test_agents_validate_while_others_train(tmp_path: Path) -> None:
     log = tmp_path / "agents.log"
     with EndpointServer(MODEL) as server, AgentWorkers(AGENT, 2, log) as agents:
         environment = RunEnvironment(
-            AgentEnvironment(RequestRules(MODEL, sampling, is_strict=True), None, 20, server, agents, None),
+            AgentEnvironment(
+                RequestSettings(RequestRules(MODEL, sampling, is_strict=True), None, 20), server, agents, None
+            ),
             FakeRewardFunction(),
             continuation=Continuation(QWEN.tokenizer),
         )

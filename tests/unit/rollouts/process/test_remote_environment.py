@@ -106,6 +106,21 @@ def test_trajectories_are_those_of_the_same_code_in_the_run(function: str, make_
     assert_same_trajectories(without_process(found), without_process(expected))
 
 
+@pytest.mark.parametrize("engine", [FakeEngine(), ScriptedEngine(token_s=0.01)])
+def test_requests_of_a_trajectory_overlap(engine: Any) -> None:
+    """In lockstep they are in one batch."""
+    with hosted("two_at_once", engine) as there:
+        found = there.make(3)
+    assert [(each.num_sequences, each.num_turns, each.fault) for each in found] == [(2, 2, None)] * 3
+    seeds = engine.requests[0].seeds if isinstance(engine, FakeEngine) else engine.seeds
+    assert len(set(seeds)) == 6
+    if isinstance(engine, FakeEngine):
+        (batch,) = engine.requests
+        assert [prompt[-1] for prompt in batch.prompts] == [7, 8] * 3
+    else:
+        assert engine.most_running >= 6
+
+
 class Routing(ScriptedEngine):
     """Gives routes, which stay in the run, and keeps them."""
 

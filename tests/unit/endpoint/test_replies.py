@@ -5,8 +5,8 @@
 import pytest
 
 from nemo_rl_moe.data.thinking import Thinking
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
-from nemo_rl_moe.rollouts.agents.replies import ReadTurn, read_turn, without_thinking
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest
+from nemo_rl_moe.endpoint.replies import ReadTurn, read_turn, without_thinking
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 

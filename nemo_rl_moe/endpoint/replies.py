@@ -12,9 +12,8 @@ from typing import Any
 
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.thinking import THINK_END, Thinking
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest
 from nemo_rl_moe.generation.interface import TokenIds
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
-from nemo_rl_moe.rollouts.environment import Turn
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.typed_values import properties_of
 
@@ -84,61 +83,93 @@ def message_of(turn: ReadTurn, first_call: int) -> Message:
     return message
 
 
-def reply_to(
+def chat_choice(
     request: ChatRequest,
-    turn: Turn,
     message: Message,
-    prompt_ids: Sequence[int],
-    *,
-    name: str,
-    model: str,
+    token_ids: TokenIds,
+    logprobs: Sequence[float],
     text_of: Callable[[TokenIds], str],
+    *,
+    is_cut: bool,
+    index: int = 0,
 ) -> dict[str, Any]:
-    """Return the reply in OpenAI's form.
+    """Return a response as one of the choices of a reply.
 
     Args:
         message: Result of `message_of`.
-        prompt_ids: Tokens before the response.
-        name: Id of the reply.
+        token_ids: Tokens of the response.
+        logprobs: Log-probability of each token, in nats.
         text_of: Decodes token ids.
+        is_cut: Whether the response was truncated.
     """
-    reason = "length" if turn.is_cut else "tool_calls" if message.get("tool_calls") else "stop"
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
+    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
     if request.wants_logprobs:
-        pairs = zip(turn.token_ids, turn.logprobs, strict=True)
+        pairs = zip(token_ids, logprobs, strict=True)
         choice["logprobs"] = {"content": [_logprob(text_of((token,)), logprob) for token, logprob in pairs]}
+    if request.wants_token_ids:
+        choice["token_ids"] = list(token_ids)
+    return choice
+
+
+def chat_reply(
+    request: ChatRequest,
+    choices: Sequence[dict[str, Any]],
+    prompt_ids: Sequence[int],
+    num_sampled: int,
+    *,
+    name: str,
+    model: str,
+) -> dict[str, Any]:
+    """Return the reply with the choices.
+
+    Args:
+        prompt_ids: Tokens before the response.
+        num_sampled: Number of tokens of all choices.
+        name: Id of the reply.
+    """
     reply = {
         "id": name,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": len(turn.token_ids),
-            "total_tokens": len(prompt_ids) + len(turn.token_ids),
-        },
+        "choices": list(choices),
+        "usage": usage_of(len(prompt_ids), num_sampled),
     }
     if request.wants_token_ids:
-        choice["token_ids"] = list(turn.token_ids)
         reply["prompt_token_ids"] = list(prompt_ids)
     return reply
 
 
-def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
-    """Return a reply as a stream: events with the message, its end and, if `with_usage`, the numbers of tokens."""
-    [choice] = reply["choices"]
-    message = dict(choice["message"])
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+def usage_of(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """Return the numbers of tokens of a reply."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+
+
+def chat_chunks(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a reply as chunks of a stream: each message and its end, and then the numbers of tokens."""
     head = {**reply, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
-    rest = {key: value for key, value in choice.items() if key != "message"}
-    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
-    chunks = [{**head, "choices": [{**rest, "delta": message, "finish_reason": None}]}, {**head, "choices": [end]}]
-    if with_usage:
-        chunks.append({**head, "choices": [], "usage": usage})
-    return "".join(f"data: {each}\n\n" for each in (*map(json.dumps, chunks), "[DONE]")).encode()
+    chunks = []
+    for choice in reply["choices"]:
+        message = dict(choice["message"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        rest = {key: value for key, value in choice.items() if key != "message"}
+        end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+        chunks += [{**head, "choices": [{**rest, "delta": message, "finish_reason": None}]}, {**head, "choices": [end]}]
+    return [*chunks, {**head, "choices": [], "usage": usage}]
+
+
+def completion_chunks(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a reply to a request for completions as chunks of a stream: each choice, and the numbers of tokens."""
+    head = {key: value for key, value in reply.items() if key != "usage"}
+    chunks = [{**head, "choices": [choice]} for choice in reply["choices"]]
+    return [*chunks, {**head, "choices": [], "usage": reply["usage"]}]
 
 
 def _logprob(text: str, logprob: float) -> dict[str, Any]:
