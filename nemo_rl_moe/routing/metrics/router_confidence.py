@@ -10,14 +10,6 @@ from torch import Tensor
 from nemo_rl_moe.shapes import Bool, Float
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
-
-
-def _sqrtsoftplus(logits: Tensor) -> Tensor:
-    return torch.nn.functional.softplus(logits).sqrt()
-
-
 def chosen_share(
     logits: Float[Tensor, "tokens experts"],
     chosen: Bool[Tensor, "tokens experts"],
@@ -28,6 +20,11 @@ def chosen_share(
     Scores are the score function of the logits, before the expert bias, normalisation over the chosen experts and
     scaling. This is `routing_confidence` of prime-rl.
     """
-    exact = logits.float()
-    scores = {"softmax": _softmax, "sigmoid": torch.sigmoid, "sqrtsoftplus": _sqrtsoftplus}[score_function](exact)
+    scores = logits.float()
+    if score_function == "softmax":
+        scores = scores.softmax(-1)
+    elif score_function == "sigmoid":
+        scores = scores.sigmoid()
+    else:
+        scores = torch.nn.functional.softplus(scores).sqrt()
     return scores.where(chosen, 0.0).sum(-1) / scores.sum(-1)

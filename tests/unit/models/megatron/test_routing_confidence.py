@@ -25,6 +25,8 @@ def test_shares_by_hand() -> None:
     assert chosen_share(logits, chosen, "softmax").tolist() == pytest.approx([0.75, 2 / 3])
     # Sigmoids: 3 / 4, 1 / 2 and 0.
     assert chosen_share(logits, chosen, "sigmoid").tolist() == pytest.approx([0.6, 2 / 3])
+    # Square roots of log 4, log 2 and 0.
+    assert chosen_share(logits, chosen, "sqrtsoftplus").tolist() == pytest.approx([2**0.5 / (2**0.5 + 1), 2 / 3])
 
 
 def measured(policy: PolicyConfig, model: str, replays: bool = False) -> dict[str, float]:
