@@ -11,7 +11,9 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     failure_rule,
     make_batch,
     make_loss,
-    take_divergence_from_rewards,
+    trained_responses,
+    with_last_advantages,
+    with_selected_tokens,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.logged_samples import logged_samples
@@ -91,9 +93,10 @@ def train_grpo(
             batch = make_batch(config, groups, rollouts.pad_token_id, policy.weight_version)
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock)
-            batch, divergence = take_divergence_from_rewards(config, groups, batch)
+            batch, divergence = with_last_advantages(config, groups, batch)
             batch, of_roles = roles.before_update(policy, groups, batch, clock)
-            observed |= of_roles
+            batch, of_selection = with_selected_tokens(config, batch, step)
+            observed |= of_roles | of_selection
             result = TrainResult.of_no_update(policy.weight_version)
             if roles.train_policy(step):
                 policy.prepare_for_training(clock)
@@ -146,8 +149,8 @@ def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Tra
 def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch) -> dict[str, float]:
     """Return metrics of the rewards, responses and advantages of a step."""
     failures = failure_rule(config)
-    takes_part = failures.taking_part(groups.trained, groups.num_generations)
-    return group_metrics(groups, failures) | advantage_metrics(batch, takes_part) | dict(groups.metrics)
+    trained = trained_responses(config, groups)
+    return group_metrics(groups, failures) | advantage_metrics(batch, trained) | dict(groups.metrics)
 
 
 def update_engine(

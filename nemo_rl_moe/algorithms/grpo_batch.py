@@ -4,18 +4,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, shape_rewards
 from nemo_rl_moe.algorithms.custom_estimator import find_estimator
+from nemo_rl_moe.algorithms.losses.custom_objective import find_objective
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.policy_gradient import SELECTED_TOKENS, PolicyGradientLoss
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch, per_token
+from nemo_rl_moe.distributed.batch import Axis, TokenBatch, per_token
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
@@ -27,6 +30,7 @@ from nemo_rl_moe.rollouts.training_batch import (
     loss_masks,
     sampled_tokens,
     token_lags,
+    tokens_of_trajectories,
     training_batch,
     turns_of_tokens,
 )
@@ -44,6 +48,11 @@ from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
+SELECTED_FRACTION = "selected_token_fraction"
+"""Metric of an objective that selects tokens."""
+SCORE_NORMS = "score_norms"
+"""Column of the squared norms that some estimators read. It leaves the batch with the last advantages."""
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
@@ -85,14 +94,30 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
     )
 
 
+def trained_responses(config: GRPOMasterConfig, groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
+    """Return which responses are trained on.
+
+    Without `zero_variance_filtering`, these are the responses that take part in the comparison. With it, groups without
+    a signal for the estimator are not trained on.
+    """
+    takes_part = failure_rule(config).taking_part(groups.trained, groups.num_generations)
+    if not config.grpo.zero_variance_filtering:
+        return takes_part
+    return takes_part & informative_groups(config, groups.trained)[:, None]
+
+
 def estimator_inputs(
-    config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
+    config: GRPOMasterConfig,
+    trajectories: Sequence[Trajectory],
+    rewards: Float[Tensor, "groups generations"],
+    score_norms: Float[Tensor, "sequences tokens"] | None = None,
 ) -> EstimatorInputs:
     """Return the estimator's inputs, made of trajectories (group after group) and of the given rewards."""
     size = config.grpo.num_generations_per_prompt
     failures = failure_rule(config)
     weights = config.named_reward_weights
     mask, turns = loss_masks(trajectories), turns_of_tokens(trajectories)
+    shape = (-1, size, mask.shape[1])
     return EstimatorInputs(
         rewards=failures.filled(rewards, trajectories),
         takes_part=failures.taking_part(trajectories, size),
@@ -101,9 +126,10 @@ def estimator_inputs(
         reward_weights=weights,
         group_ids=tuple(trajectory.group_id for trajectory in trajectories[::size]),
         num_tokens=group_sampled_tokens(trajectories, size),
-        token_mask=mask.view(-1, size, mask.shape[1]),
-        token_turns=turns.view(-1, size, turns.shape[1]),
+        token_mask=mask.view(shape),
+        token_turns=turns.view(shape),
         turn_rewards=group_turn_rewards(trajectories, size),
+        score_norms=None if score_norms is None else tokens_of_trajectories(score_norms, trajectories).view(shape),
     )
 
 
@@ -123,11 +149,14 @@ def _named_rewards(
 
 
 def advantages_of(
-    config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
+    config: GRPOMasterConfig,
+    groups: RolloutGroups,
+    rewards: Float[Tensor, "groups generations"],
+    score_norms: Float[Tensor, "sequences tokens"] | None = None,
 ) -> Float[Tensor, "groups generations ..."]:
     """Return the advantages from these rewards, within the configured bounds."""
     estimator = find_estimator(config.grpo.adv_estimator.name)
-    advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
+    advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards, score_norms))
     bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
     return failure_rule(config).held_down(bounded, groups.trained)
 
@@ -150,7 +179,7 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
         advantages_of_groups(config, groups),
         pad_token_id,
         leave_out_truncated=config.grpo.overlong_filtering,
-        takes_part=failure_rule(config).taking_part(groups.trained, groups.num_generations),
+        takes_part=trained_responses(config, groups),
     )
     if config.loss_fn.sampling_mask == "replay" and KEPT_TOKENS not in batch.stored:
         raise RuntimeError("loss_fn.sampling_mask: replay: the engine has returned no sampling masks")
@@ -158,33 +187,67 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
     return batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG)}) if bool((lags > 0).any()) else batch
 
 
-def take_divergence_from_rewards(
+def with_last_advantages(
     config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Return the batch with advantages from rewards minus the weighted divergence, if `use_kl_in_reward` is true.
+    """Return the batch with the advantages that need the results of passes, if there are any.
+
+    With `use_kl_in_reward`, they are from rewards minus the weighted divergence. Some estimators read score norms.
 
     Args:
-        batch: Batch of the groups, with the log-probabilities of the policy and of the reference model.
+        batch: Batch of the groups, with the results of `add_logprobs`.
 
     Returns:
-        The batch with these advantages, and the metric `kl_penalty`: the mean estimate of the divergence over sampled
-        tokens.
+        The batch with these advantages, and with `use_kl_in_reward` the metric `kl_penalty`: the mean estimate of the
+        divergence over sampled tokens.
     """
-    loss = config.loss_fn
-    if not loss.use_kl_in_reward:
+    norms = batch.columns.get(SCORE_NORMS)
+    if norms is None and not config.loss_fn.use_kl_in_reward:
         return batch, {}
+    rewards, metrics = shaped_rewards(config, groups), dict[str, float]()
+    if config.loss_fn.use_kl_in_reward:
+        divergence, metrics = _divergence_of_trajectories(config, groups, batch)
+        rewards = rewards - config.loss_fn.reference_policy_kl_penalty * divergence.view_as(rewards)
+    advantages = advantages_of(config, groups, rewards, None if norms is None else norms.values)
+    columns = {name: column for name, column in batch.columns.items() if name != SCORE_NORMS}
+    return replace(batch, columns=columns | {"advantages": advantage_column(advantages, groups.trained)}), metrics
+
+
+def _divergence_of_trajectories(
+    config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
+) -> tuple[Float[Tensor, " trajectories"], dict[str, float]]:
+    """Return the divergence of each trajectory's sampled tokens in nats, and the metric `kl_penalty`."""
     logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
     # For all responses and sequences, even if overlong filtering drops them from the loss, since other responses are
     # compared with them.
     sampled = sampled_tokens(groups.trained)
-    of_sequences = divergence_of_responses(logprobs, reference, sampled, loss)
-    rewards = shaped_rewards(config, groups)
+    of_sequences = divergence_of_responses(logprobs, reference, sampled, config.loss_fn)
     owners = torch.tensor(trajectory_of_each_sequence(groups.trained))
-    divergence = of_sequences.new_zeros(rewards.numel()).index_add_(0, owners, of_sequences)
-    rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
-    advantages = advantages_of(config, groups, rewards)
-    metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
-    return batch.with_columns(advantages=advantage_column(advantages, groups.trained)), metrics
+    divergence = of_sequences.new_zeros(len(groups.trained)).index_add_(0, owners, of_sequences)
+    return divergence, {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
+
+
+def with_selected_tokens(config: GRPOMasterConfig, batch: TokenBatch, step: int) -> tuple[TokenBatch, dict[str, float]]:
+    """Return the batch with the tokens that the objective selects, if it does.
+
+    The selection is by the log-probabilities before the step, which the driver has of all tokens of the step. A random
+    selection depends only on `grpo.seed` and the step.
+
+    Returns:
+        The batch with the column `selected_tokens`, and the metric `selected_token_fraction`: their share of the
+        trained tokens.
+    """
+    select = find_objective(config.loss_fn.objective).select
+    if select is None:
+        return batch, {}
+    mask, logprobs = batch.token_mask, batch.columns["prev_logprobs"].values
+    column = batch.columns["advantages"]
+    advantages = column.values if column.axis is Axis.TOKEN else column.values[:, None].expand_as(logprobs)
+    seed = int(np.random.SeedSequence([config.grpo.seed, step]).generate_state(1)[0])
+    generator = torch.Generator().manual_seed(seed)
+    selected = select(logprobs, advantages, mask, config.loss_fn, generator) if mask.any() else mask
+    fraction = float(selected.sum() / mask.sum().clamp(min=1))
+    return batch.with_columns(**{SELECTED_TOKENS: per_token(selected)}), {SELECTED_FRACTION: fraction}
 
 
 def add_logprobs(
@@ -195,7 +258,14 @@ def add_logprobs(
 ) -> TokenBatch:
     """Return the batch with the log-probabilities that the loss or rewards need."""
     without_capture = batch.without_stored(ROUTED_EXPERTS)
-    if not prev_is_current(config) or config.loss_fn.use_kl_in_reward:
+    if find_estimator(config.grpo.adv_estimator.name).needs_score_norms:
+        replays = config.policy.megatron_cfg.routing_replay == "rollout"
+        policy.prepare_for_logprobs(clock)
+        with clock.phase("score_norms"):
+            norms = policy.score_norms(batch if replays else without_capture)
+        batch = batch.with_columns(**{SCORE_NORMS: per_token(norms)})
+    selects = find_objective(config.loss_fn.objective).select is not None
+    if not prev_is_current(config) or config.loss_fn.use_kl_in_reward or selects:
         policy.prepare_for_logprobs(clock)
         with clock.phase("logprobs"):
             logprobs, batch = old_logprobs(config, policy, batch)

@@ -7,14 +7,16 @@ from types import MappingProxyType
 
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, with_prefix
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
+from nemo_rl_moe.routing.metrics.metric_keys import ROLLOUT_PREFIX, with_moe_prefix
 
 
 def training_metrics(
     result: TrainResult,
     further: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Return the metrics of one `train` call, as `train/...` keys. A step without an update has only `further`.
+    """Return the metrics of one `train` call, as `train/...` keys, and those of the rollout's load, `rollout/moe/...`.
+
+    A step without an update has only `further`.
 
     Args:
         further: Metrics of the algorithm and its observers, without the prefix `train/`.
@@ -31,8 +33,9 @@ def training_metrics(
     }
     # The result already has the loss.
     metrics |= _reduced({name: series for name, series in result.microbatch_metrics.items() if name != "loss"})
-    metrics |= with_moe_prefix(result.moe_metrics)
-    return with_prefix("train", {**metrics, **further})
+    of_rollout = {key: value for key, value in result.moe_metrics.items() if key.startswith(ROLLOUT_PREFIX)}
+    metrics |= with_moe_prefix({key: value for key, value in result.moe_metrics.items() if key not in of_rollout})
+    return with_prefix("train", {**metrics, **further}) | of_rollout
 
 
 def performance_metrics(result: TrainResult, clock: PhaseClock) -> dict[str, float]:

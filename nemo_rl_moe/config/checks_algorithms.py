@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.rl.aggregation import AGGREGATION_RULES
 from nemo_rl_moe.rl.corrections import CORRECTION_RULES
 from nemo_rl_moe.rl.estimators.rules import ESTIMATOR_RULES
-from nemo_rl_moe.rl.objectives import objective_reads_its_settings
+from nemo_rl_moe.rl.objectives.rules import objective_reads_its_settings
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ from nemo_rl_moe.config.schema_base import (
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
+    PositiveCoefficient,
     PositiveFloat,
     PositiveInt,
     PositiveRatio,
@@ -96,6 +97,9 @@ class GRPOConfig(StrictModel):
     further group is replaced. Must be above `num_prompts_per_step`. null: ten times `num_prompts_per_step`."""
     overlong_filtering: bool
     """Exclude responses that were truncated at the length limit from the loss (DAPO)."""
+    zero_variance_filtering: bool
+    """Exclude groups whose responses all got the same reward from the loss, so that they count in none of its
+    means."""
     reward_shaping: RewardShapingConfig
     """Soft penalty of long responses."""
     val_period: NonNegativeInt
@@ -126,16 +130,33 @@ class PolicyGradientLossConfig(StrictModel):
     """The loss of the policy."""
 
     ratio_clip_min: WholeOrLess
-    """The probability ratio is clipped from below at 1 minus this value. 1: no lower bound."""
+    """The probability ratio is clipped from below at 1 minus this value. 1: no lower bound. gmpo: the lower bound is
+    exp(-value). dppo_tv, dppo_kl: largest divergence of a token with a negative advantage."""
     ratio_clip_max: Ratio
-    """The probability ratio is clipped from above at 1 plus this value."""
+    """The probability ratio is clipped from above at 1 plus this value. gmpo: the upper bound is exp(value). dppo_tv,
+    dppo_kl: largest divergence of a token with a positive advantage."""
     ratio_clip_c: AtLeastOne | None
     """Dual clip: if the advantage is negative, the loss of a token is at most this value times the advantage's size.
-    null: no dual clip."""
+    dppo_tv, dppo_kl: the largest ratio that weighs a token. null: no such bound."""
     objective: Annotated[str, NameIn(OBJECTIVES)] | CustomCode
     """clipped: PPO's clipped surrogate. cispo: the clipped ratio is a constant weight of the log-probability.
-    reinforce: the log-probability, without a ratio. `package.module:function`: your function takes `ObjectiveInputs`
-    and returns the loss of each token."""
+    reinforce: the log-probability, without a ratio. sapo: a smooth gate of the ratio. gmpo: the geometric mean of the
+    clipped ratios of a sequence. dppo_tv, dppo_kl: tokens whose probability is too far from the engine's are dropped,
+    by total variation or by KL divergence. clip_cov, kl_cov: tokens with a large covariance of log-probability and
+    advantage are dropped, or penalised. `package.module:function`: your function takes `ObjectiveInputs` and returns
+    the loss of each token."""
+    sapo_temperature_pos: PositiveCoefficient
+    """sapo: temperature of the gate for tokens with a positive advantage. A larger one lets the gate close faster."""
+    sapo_temperature_neg: PositiveCoefficient
+    """sapo: temperature of the gate for other tokens."""
+    cov_ratio: Share
+    """clip_cov, kl_cov: share of the trained tokens of a step that is selected, at least one token."""
+    clip_cov_min: Coefficient
+    """clip_cov: tokens with a larger covariance may be selected."""
+    clip_cov_max: PositiveCoefficient
+    """clip_cov: tokens with a smaller covariance may be selected."""
+    kl_cov_coef: PositiveCoefficient
+    """kl_cov: weight of the penalty on the size of a selected token's log-ratio."""
     sequence_level_importance_ratios: bool
     """Use one ratio for each sequence, the geometric mean over its tokens (GSPO). Needs `token_level_loss: false`."""
     token_level_loss: bool

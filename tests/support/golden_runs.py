@@ -182,6 +182,30 @@ def _dynamic(folder: Path, repository: Path, user_code: str) -> Settings:
     }
 
 
+def _kl_cov(folder: Path, repository: Path, user_code: str) -> Settings:
+    return _grpo(folder, repository, user_code) | {
+        "env.reward.function": f"{user_code}:has_an_even_sum",
+        "env.score_truncated": "true",
+        "loss_fn.objective": "kl_cov",
+        "loss_fn.cov_ratio": 0.2,
+        "grpo.adv_estimator.name": "optimal_token_baseline",
+        "grpo.adv_estimator.normalize_rewards": "false",
+    }
+
+
+def _dppo(folder: Path, repository: Path, user_code: str) -> Settings:
+    return _grpo(folder, repository, user_code) | {
+        "env.reward.function": f"{user_code}:has_an_even_sum",
+        "env.score_truncated": "true",
+        "loss_fn.objective": "dppo_tv",
+        "loss_fn.ratio_clip_max": 0.0001,
+        "loss_fn.importance_sampling_correction": "none",
+        "grpo.adv_estimator.name": "maxrl",
+        "grpo.adv_estimator.normalize_rewards": "false",
+        "grpo.zero_variance_filtering": "true",
+    }
+
+
 def _ppo(folder: Path, repository: Path, user_code: str) -> Settings:
     return _grpo(folder, repository, user_code) | {
         "value.logprob_batch_size": 4,
@@ -245,6 +269,8 @@ RUNS = {
     "sft": GoldenRun("sft", _sft, num_steps=5),
     "dpo": GoldenRun("dpo", _dpo, num_steps=5),
     "grpo": GoldenRun("grpo", _grpo),
+    "kl_cov": GoldenRun("grpo", _kl_cov),
+    "dppo": GoldenRun("grpo", _dppo),
     "ppo": GoldenRun("ppo", _ppo),
     "distillation": GoldenRun("distillation", _distillation),
     "function": GoldenRun("grpo", _function),

@@ -20,6 +20,11 @@ def has_an_even_digit(item: Any) -> float:
     return float(any(character in "02468" for character in item.response))
 
 
+def has_an_even_sum(item: Any) -> float:
+    """Return 1 for every other response: few groups agree."""
+    return float(sum(map(ord, item.response)) % 2 == 0)
+
+
 async def ask_twice(session: Any) -> Any:
     """Ask a second question that repeats the first answer's first digit."""
     from nemo_rl_moe.rewards.interface import Score

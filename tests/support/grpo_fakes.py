@@ -259,6 +259,10 @@ class FakePolicy:
         self.diary.append("reference_logprobs")
         return torch.full(batch.input_ids.shape, -2.0)
 
+    def score_norms(self, batch: TokenBatch) -> Tensor:
+        self.diary.append("score_norms")
+        return batch.input_ids.double() / 100
+
     @contextmanager
     def weight_transport(
         self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None

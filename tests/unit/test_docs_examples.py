@@ -332,7 +332,7 @@ def test_own_estimator_and_objective(tmp_path: Path) -> None:
     logprobs = torch.zeros(1, 2, requires_grad=True)
     ratio = torch.exp(logprobs - torch.tensor([[0.0, -5.0]]))
     ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    tokens = ObjectiveInputs(logprobs, ones, ones, None, ratio, ones, ones, mask, 2, 1, config.loss_fn)
+    tokens = ObjectiveInputs(logprobs, ones, ones, None, ratio, ratio.log(), ones, ones, mask, 2, 1, config.loss_fn)
     loss = objective(tokens)
     assert loss.tolist() == [[-1.0, pytest.approx(-1 - config.loss_fn.ratio_clip_max)]]
     gradient = torch.autograd.grad(loss.sum(), logprobs)[0]

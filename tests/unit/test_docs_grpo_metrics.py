@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from nemo_rl_moe.algorithms.grpo_batch import SELECTED_FRACTION
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
@@ -48,7 +49,10 @@ def training_keys() -> set[str]:
         of_loss = PolicyGradientLoss(config, prev_is_current=False)(inputs).metrics
         series = {name: MetricSeries((float(value),), reduction) for name, (value, reduction) in of_loss.items()}
         result = TrainResult(0.0, 0.0, 0.0, 1, 1, series, {})
-        keys |= training_metrics(result, step_metrics() | PositionMetrics().after_update(result, PhaseClock())).keys()
+        of_selection = {SELECTED_FRACTION: 1.0}
+        keys |= training_metrics(
+            result, step_metrics() | of_selection | PositionMetrics().after_update(result, PhaseClock())
+        ).keys()
     return keys
 
 

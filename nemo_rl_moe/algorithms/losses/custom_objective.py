@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Custom objectives, in addition to those in `rl/objectives.py`."""
+"""Custom objectives, in addition to those in `rl/objectives`."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -84,6 +84,7 @@ def _tried_inputs(config: PolicyGradientLossConfig) -> ObjectiveInputs:
         generation_logprobs=constant,
         reference_logprobs=constant if config.reference_policy_kl_penalty > 0 else None,
         ratio=(logprobs - constant).exp(),
+        log_ratio=logprobs - constant,
         weights=torch.ones_like(constant),
         advantages=torch.tensor([[1.0], [-1.0]]).expand_as(constant),
         mask=torch.tensor([[True, True, False], [True, True, True]]),

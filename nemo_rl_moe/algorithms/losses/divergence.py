@@ -29,9 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
-
-LARGEST_LOG_RATIO = 20.0
-"""Largest exponent of `bounded_exp`: e^20 is half a billion, and float32 overflows at e^88."""
+from nemo_rl_moe.rl.objectives.interface import LARGEST_LOG_RATIO
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -18,7 +18,10 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.rl.aggregation import global_mean
 from nemo_rl_moe.rl.corrections import CORRECTIONS, bounds_old_tokens
-from nemo_rl_moe.rl.objectives import ObjectiveInputs, both_bounds, no_bounds
+from nemo_rl_moe.rl.objectives import ObjectiveInputs
+
+SELECTED_TOKENS = "selected_tokens"
+"""Column of the tokens that an objective selects before the step's first update."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class PolicyGradientLoss:
       `prev_is_current`.
     - `reference_logprobs`: log-probabilities of the reference model, only with a penalty above 0 that is not in the
       reward
+    - `selected_tokens`: whether the objective's `select` has chosen a token, only with such an objective
 
     Metrics are in `policy_metrics.py`, `position_sums` and, for a batch with the column `token_lag`, `lag_sums`.
     Further metrics are `num_valid_tokens`, `kl_penalty` (the mean KL in the loss, before its coefficient), and with an
@@ -80,7 +84,9 @@ class PolicyGradientLoss:
         generation = _column(inputs, "generation_logprobs")
         advantages = _column(inputs, "advantages")
 
-        old = generation if self.ratio_to_generation else prev
+        objective = find_objective(config.objective)
+        to_generation = self.ratio_to_generation or objective.ratio_to_generation
+        old = generation if to_generation else prev
         ratio = probability_ratio(logprobs, old, mask, of_sequences=config.sequence_level_importance_ratios)
         mismatch, bounded = importance_ratios(prev, generation, mask, config)
         weights = CORRECTIONS[config.importance_sampling_correction].weights(mismatch, bounded, config)
@@ -92,14 +98,15 @@ class PolicyGradientLoss:
             if "reference_logprobs" in inputs.columns
             else None,
             ratio=ratio,
+            log_ratio=logprobs - old,
             weights=weights,
             advantages=advantages,
             mask=mask,
             global_valid_tokens=inputs.global_valid_tokens,
             global_sequences=inputs.global_sequences,
             config=config,
+            selected=None if objective.select is None else _column(inputs, SELECTED_TOKENS) > 0,
         )
-        objective = find_objective(config.objective)
         loss = _mean(weights * objective.function(tokens), tokens)
         metrics: Metrics = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
         if config.reference_policy_kl_penalty > 0 and not config.use_kl_in_reward:
@@ -114,14 +121,12 @@ class PolicyGradientLoss:
             loss = loss - config.entropy_bonus * entropy
             metrics["entropy"] = (entropy.detach(), self.reduction)
 
-        bounds, both = objective.bounds(advantages, config), both_bounds(advantages, config)
-        metrics |= ratio_metrics(ratio.detach(), bounds, both, inputs)
+        clipping = objective.clipping(tokens)
+        metrics |= ratio_metrics(ratio.detach(), clipping, config, inputs)
         metrics |= mismatch_metrics(current, prev, generation, inputs)
         metrics |= correction_metrics(bounded, weights, config, inputs)
-        is_clipped = bounds.replaces(ratio.detach())
-        clips_old_tokens = self.ratio_to_generation and objective.bounds is not no_bounds
-        is_bounded = clips_old_tokens or bounds_old_tokens(config)
-        metrics |= lag_sums(prev, generation, is_clipped, inputs, is_bounded=is_bounded)
+        is_bounded = (to_generation and objective.bounds_weight) or bounds_old_tokens(config)
+        metrics |= lag_sums(prev, generation, clipping.any, inputs, is_bounded=is_bounded)
         metrics |= position_sums(prev, generation, mask)
         return LossOutputs(loss=loss, metrics=metrics)
 

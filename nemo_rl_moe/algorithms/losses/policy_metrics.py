@@ -16,36 +16,39 @@ from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs
 from nemo_rl_moe.rl.corrections import CORRECTIONS, out_of_bounds
-from nemo_rl_moe.rl.objectives import RatioBounds
+from nemo_rl_moe.rl.objectives.interface import Clipping
 
 Metrics = dict[str, tuple[Tensor, Reduction]]
 Quantity = TypeVar("Quantity")
 
 
 def ratio_metrics(
-    ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
+    ratio: Float[Tensor, "sequences targets"],
+    clipping: Clipping,
+    config: PolicyGradientLossConfig,
+    inputs: LossInputs,
 ) -> Metrics:
     """Return metrics of the probability ratio. It shows how the policy has changed since the beginning of the step.
 
     - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
-    - `probs_ratio_clamped`: mean of the ratio clamped to both bounds, for any advantage
-    - `clip_fraction_low`, `clip_fraction_high`: share of the tokens whose ratio the objective replaces by its lower or
-      upper bound. For the clipped surrogate these depend on the advantage's sign, and the upper bound may be that of
-      dual clip.
+    - `probs_ratio_clamped`: mean of the ratio clamped to `1 - ratio_clip_min` and `1 + ratio_clip_max`, for any
+      advantage
+    - `clip_fraction_low`, `clip_fraction_high`: share of the tokens that the objective stops at its lower or upper
+      bound. For the clipped surrogate these depend on the advantage's sign, and the upper bound may be that of dual
+      clip.
 
     Args:
         ratio: Ratio in the objective, detached.
-        bounds: Bounds that the objective applies to each token. They may depend on the sign of the advantage.
-        both: Lower and upper bound for every token, for `probs_ratio_clamped`.
+        clipping: Tokens that the objective stops.
     """
     mask = inputs.token_mask
     return {
         "probs_ratio": _token_mean(ratio, inputs),
-        "probs_ratio_clamped": _token_mean(both.clip(ratio), inputs),
+        "probs_ratio_clamped": _token_mean(ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max), inputs),
         "probs_ratio_min": (ratio.where(mask, inf).amin(), Reduction.MIN),
         "probs_ratio_max": (ratio.where(mask, -inf).amax(), Reduction.MAX),
-        "clip_fraction_low": _token_mean(ratio < bounds.lower, inputs),
-        "clip_fraction_high": _token_mean(ratio > bounds.upper, inputs),
+        "clip_fraction_low": _token_mean(clipping.low, inputs),
+        "clip_fraction_high": _token_mean(clipping.high, inputs),
     }
 
 

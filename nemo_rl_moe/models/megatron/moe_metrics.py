@@ -25,7 +25,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     auxiliary_loss_names,
     moe_layer_indices,
 )
-from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank
+from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank, rank_capacity_factor
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder, reduce_over_ranks, sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
@@ -130,6 +130,9 @@ def get_moe_metrics(
     metrics |= modality_metrics(load, detailed=detailed)
     if reduced.overload is not None:
         metrics |= overload_metrics(reduced.overload, layers, reduced.peak_ratio, per_layer=per_layer_logging)
+        if rank_capacity_factor(config) is not None:
+            dropped, routed = reduced.over_capacity
+            metrics["rank_capacity_dropped_share"] = dropped / max(routed, 1)
         if what_if_expert_parallel_sizes:
             _, *predicted = predictions(reduced.overload)
             metrics |= what_if_metrics(dict(zip(what_if_expert_parallel_sizes, predicted, strict=True)))
@@ -198,6 +201,7 @@ class _Reduced:
     image_load: Int[Tensor, "layers experts"] | None = None
     overload: OverloadSums | None = None
     peak_ratio: float | None = None
+    over_capacity: tuple[float, ...] = (0.0, 0.0)
 
 
 def _reduce(
@@ -214,8 +218,8 @@ def _reduce(
         if recorder.image_counts is not None:
             sums.append(recorder.image_counts)
         if what_if_sizes is not None:
-            share, peak = overload_of_rank(recorder, config, what_if_sizes)
-            sums += [share.factors, share.routed]
+            share, peak, over = overload_of_rank(recorder, config, what_if_sizes)
+            sums += [share.factors, share.routed, over]
             maxima = [share.maxima, peak]
     (losses, *rest), highest = reduce_over_ranks(sums, maxima, device)
     losses = losses.index_select(1, numbers_on(losses.device, tuple(layers)))
@@ -225,8 +229,9 @@ def _reduce(
     image_load = None if recorder.image_counts is None else rest.pop(0).long()
     if not rest:
         return _Reduced(losses, load, image_load)
-    factors, routed = rest
-    return _Reduced(losses, load, image_load, OverloadSums(factors, routed, highest[0]), highest[1].item())
+    factors, routed, over = rest
+    overload = OverloadSums(factors, routed, highest[0])
+    return _Reduced(losses, load, image_load, overload, highest[1].item(), tuple(over.tolist()))
 
 
 def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:

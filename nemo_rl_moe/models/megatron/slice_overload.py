@@ -23,6 +23,7 @@ from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.routing.metrics.overload_factor import (
     OverloadSums,
     StageEvents,
+    assignments_over_capacity,
     check_split,
     cumulative_peak_ratios,
     numbers_on,
@@ -33,11 +34,12 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
 
 def overload_of_rank(
     recorder: ExpertLoadRecorder, config: TransformerConfig, what_if_sizes: Sequence[int]
-) -> tuple[OverloadSums, Float[Tensor, ""]]:
-    """Return this rank's part of the sums of a step's overload, and the ranks' highest peak of held assignments.
+) -> tuple[OverloadSums, Float[Tensor, ""], Int[Tensor, " 2"]]:
+    """Return this rank's part of the sums of a step's overload, the ranks' highest peak of held assignments, and this
+    rank's part of the `assignments_over_capacity`.
 
     The overload is that of the run's expert-parallel size and of the sizes `what_if_sizes`. The peak is relative to
-    balanced loads (`cumulative_peak_ratios`). Every rank calls it.
+    balanced loads (`cumulative_peak_ratios`). Without a capacity, no assignment exceeds it. Every rank calls it.
 
     The ranks that exchange tokens sum their counts, and divide the (microbatch, layer) pairs among themselves. For
     sizes above the run's, these groups of ranks exchange counts too. Neither collective makes the host wait for the
@@ -55,10 +57,16 @@ def overload_of_rank(
     events = recorder.events if held else []
     peak = cumulative_peak_ratios(rank_loads(counts[None], size), StageEvents(events, of_chunks)).amax()
     shared, numbers = _share(counts.flatten(0, 1), exchange=max(sizes) > size)
+    over = assignments_over_capacity(rank_loads(shared, size), rank_capacity_factor(config) or config.num_moe_experts)
     if held != list(range(num_layers)):  # to indices into the layers of the model
         num_held = max(len(held), 1)  # a stage without layers has no events
         numbers = numbers // num_held * num_layers + _on(held, counts)[numbers % num_held]
-    return overload_sums(shared, numbers, (len(counts), num_layers), sizes, size), peak
+    return overload_sums(shared, numbers, (len(counts), num_layers), sizes, size), peak, over
+
+
+def rank_capacity_factor(config: TransformerConfig) -> float | None:
+    """Return the capacity of an expert-parallel rank over its mean load, or None. Older releases have no capacity."""
+    return getattr(config, "moe_expert_rank_capacity_factor", None)
 
 
 def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:

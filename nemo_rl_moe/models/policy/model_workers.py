@@ -154,6 +154,15 @@ class ModelWorkers:
         by_rank = self._workers.start_each(measure, self._to_ranks(shares))
         return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
 
+    def score_norms(self, batch: TokenBatch) -> Tensor:
+        """Return the squared norm of the gradient of each token's log-probability by the logits, `[batch, sequence]`.
+
+        It is 0 for the first token and on padding.
+        """
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
+        by_rank = self._workers.start_each(MegatronModel.score_norms, self._to_ranks(shares))()
+        return in_rows(plan, self._reported(by_rank), batch, filled)
+
     def values(self, batch: TokenBatch) -> Tensor:
         """Return the value of the state in which each token is chosen, `[batch, sequence]`.
 

@@ -35,6 +35,8 @@ class EstimatorInputs:
         token_mask: True at the sampled tokens of each response, at the positions of its full sequence.
         token_turns: Index of the turn of each sampled token, in order of time from 0, and -1 at other positions.
         turn_rewards: Rewards of turns from the environment. `rewards` include them. 0 after the last turn.
+        score_norms: Squared norm of the gradient of each sampled token's log-probability by the logits, `1 - 2 pi +
+            sum_v pi_v^2`. None unless the estimator needs it, and before a pass has computed it.
     """
 
     rewards: Float[Tensor, "groups generations"]
@@ -47,6 +49,7 @@ class EstimatorInputs:
     token_mask: Bool[Tensor, "groups generations tokens"]
     token_turns: Int[Tensor, "groups generations tokens"]
     turn_rewards: Float[Tensor, "groups generations turns"]
+    score_norms: Float[Tensor, "groups generations tokens"] | None = None
 
 
 def rewards_differ(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
@@ -65,6 +68,7 @@ class Estimator:
         baseline: Responses with which a response is compared: its group, all of the step, or none.
         reads: Keys in `SWITCHES` that the estimator reads.
         reads_named_rewards: Whether the estimator reads the named rewards instead of their sum.
+        needs_score_norms: Whether the estimator reads `score_norms`, for which a step has one more forward pass.
         is_informative: Function that returns which groups are worth training on. Dynamic sampling replaces other
             groups.
         rules: Checks of a configuration with this estimator. Each yields a line per problem.
@@ -75,8 +79,19 @@ class Estimator:
     baseline: Literal["group", "step", "none"] = "group"
     reads: frozenset[str] = frozenset()
     reads_named_rewards: bool = False
+    needs_score_norms: bool = False
     is_informative: Callable[[EstimatorInputs], Bool[Tensor, " groups"]] = rewards_differ
     rules: tuple[Callable[[GRPOMasterConfig], Iterator[str]], ...] = ()
+
+
+def rewards_are_not_scaled(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that `normalize_rewards` is off, for estimators that divide by no standard deviation."""
+    chosen = config.grpo.adv_estimator
+    if chosen.normalize_rewards:
+        yield (
+            f"grpo.adv_estimator.normalize_rewards: got true, expected false with grpo.adv_estimator.name"
+            f" {chosen.name}, which divides by no standard deviation"
+        )
 
 
 SWITCHES: Mapping[str, bool | str] = {"use_leave_one_out_baseline": False, "normalize_over": "group"}

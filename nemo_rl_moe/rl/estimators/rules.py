@@ -40,6 +40,16 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
         )
 
 
+def equal_rewards_teach_nothing(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that groups with equal rewards have no advantages if they are excluded from the loss."""
+    estimator = ESTIMATORS.get(config.grpo.adv_estimator.name)
+    if config.grpo.zero_variance_filtering and estimator is not None and estimator.baseline != "group":
+        yield (
+            f"grpo.zero_variance_filtering: got true, expected false with {KEY}.name {estimator.name}, which has"
+            " advantages for a group of equal rewards too"
+        )
+
+
 def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that the estimator reads each changed setting in `SWITCHES`, and check the estimator's own rules."""
     chosen = config.grpo.adv_estimator
@@ -67,4 +77,8 @@ def _word(value: bool | str) -> str:
     return value if isinstance(value, str) else str(value).lower()
 
 
-ESTIMATOR_RULES = (responses_have_others_to_be_compared_with, estimator_reads_its_settings)
+ESTIMATOR_RULES = (
+    responses_have_others_to_be_compared_with,
+    equal_rewards_teach_nothing,
+    estimator_reads_its_settings,
+)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 MOE_PREFIX = "moe/"
 OUTLIER_PREFIX = "moe_expert_utilization/"
 WHAT_IF_PREFIX = "what_if/"
+ROLLOUT_PREFIX = "rollout/moe/"
+"""Prefix of the load in the rollout, under verl's keys. They get no other prefix."""
 
 
 def outlier_key(layer: int, expert: int) -> str:

@@ -103,6 +103,19 @@ def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int,
         return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
+def assignments_over_capacity(
+    loads_DNR: Num[Tensor, "slices events ranks"], capacity_factor: float
+) -> Int[Tensor, " 2"]:
+    """Return the number of assignments that exceed the capacity of their rank, and the number of all assignments.
+
+    An event is a layer in a microbatch of a slice (ranks that exchange tokens). The capacity of each of its ranks is
+    `floor(capacity_factor * mean load)`, the budget of `moe_expert_rank_capacity_factor` without padding.
+    """
+    total = loads_DNR.sum(-1, keepdim=True)
+    capacity = (capacity_factor * total.double() / loads_DNR.shape[-1]).floor()
+    return torch.stack([(loads_DNR - capacity).clamp(min=0).sum().long(), total.sum().long()])
+
+
 @dataclass(frozen=True)
 class OverloadSums:
     """Sums of overload factors over some events, for each expert-parallel size and layer.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from nemo_rl_moe.algorithms.logged_samples import NOT_IN_BATCH, TRUNCATED
+from nemo_rl_moe.algorithms.logged_samples import NOT_IN_BATCH, TRUNCATED, ZERO_VARIANCE
 from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.dispatch.saved_queue import FOLDER, JSON_FILE
@@ -34,6 +34,7 @@ VALIDATED_STEPS = (0, STEPS_BEFORE_STOP, NUM_STEPS)
 REASONS = (
     NOT_IN_BATCH,
     TRUNCATED,
+    ZERO_VARIANCE,
     "only ",
     "too few responses of the step ",
     *(f"{each.value}: " for each in Fault),
@@ -154,7 +155,8 @@ class Accounts:
                 yield f"step {step}: left out for no known reason: {sample['left_out']}"
             yield from _faults_of_turns(sample)
         yield from self._faults_of_replaced(step)
-        left_out = sum(all("left_out" in each for each in group) for group in _groups(self._in_batch(step)).values())
+        reasons = [[each.get("left_out") for each in group] for group in _groups(self._in_batch(step)).values()]
+        left_out = sum(all(of_group) and ZERO_VARIANCE not in of_group for of_group in reasons)
         if left_out != (found := metrics.get("train/env/num_groups_left_out", 0)):
             yield f"step {step}: {left_out} groups have nothing that is trained on, and {found:g} are counted"
         lags = [value for name, value in metrics.items() if name.startswith(_OF_LAGS) and name.endswith(_TRAINED)]

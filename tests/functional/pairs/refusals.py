@@ -37,6 +37,16 @@ _FEWER_THAN_A_STEP = (
     f"{_LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with a smaller lag no group could be"
     " generated ahead of its step"
 )
+_TWO_CORRECTIONS = (
+    "loss_fn.importance_sampling_correction: got truncated, expected none with loss_fn.objective dppo_tv, whose ratio"
+    " is already relative to the engine's probabilities"
+)
+_CRITIC = "grpo.adv_estimator.name: got {}, expected gae with the algorithm ppo, whose critic makes the advantages"
+_ESTIMATORS = (("dppo", "maxrl"), ("clip_cov", "optimal_token_baseline"))
+_MAY_BE_NEGATIVE = (
+    "{}: got true, expected false with grpo.adv_estimator.name maxrl, which divides by the mean reward: a penalty could"
+    " make it negative"
+)
 _STALENESS = {"staleness_1": 1, "staleness_2": 2, "drop": 1}
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -58,6 +68,16 @@ REFUSALS: tuple[Refusal, ...] = (
         " later updates could replay the routes of the first one (a smaller policy.train_global_batch_size gives"
         " several)",
     ),
+    # DPPO's ratio is relative to the engine, as a correction is, and MaxRL divides by a mean of rewards.
+    *(Refusal({"rollouts": rollouts, "objective": "dppo"}, _TWO_CORRECTIONS) for rollouts in _STALENESS),
+    Refusal({"objective": "dppo", "reward_shaping": "on"}, _MAY_BE_NEGATIVE.format("grpo.reward_shaping.enabled")),
+    Refusal({"objective": "dppo", "kl_penalty": "reward"}, _MAY_BE_NEGATIVE.format("loss_fn.use_kl_in_reward")),
+    Refusal(
+        {"objective": "clip_cov", "sampling_mask": "replay"},
+        "loss_fn.sampling_mask: got replay, expected none with grpo.adv_estimator.name optimal_token_baseline, whose"
+        " norms of gradients are over the full vocabulary",
+    ),
+    *(Refusal({"algorithm": "ppo", "objective": objective}, _CRITIC.format(name)) for objective, name in _ESTIMATORS),
     # A teacher's log-probabilities are over all tokens.
     Refusal(
         {"algorithm": "distillation", "sampling_mask": "replay"},

@@ -50,6 +50,10 @@ def _layout(num_workers: int, **sizes: Any) -> Overrides:
     }
 
 
+def _estimator(name: str) -> Overrides:
+    return {"grpo.adv_estimator.name": name, "grpo.adv_estimator.normalize_rewards": False}
+
+
 def _environment(**keys: Any) -> Overrides:
     return {f"env.{key}": value for key, value in keys.items()}
 
@@ -114,6 +118,12 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
     "dynamic_sampling": {
         "off": {},
         "on": {"grpo.use_dynamic_sampling": True, "grpo.dynamic_sampling_max_groups": 3 * NUM_PROMPTS_A_STEP},
+    },
+    "objective": {
+        "clipped": {},
+        "dppo": _estimator("maxrl") | {"loss_fn.objective": "dppo_tv", "grpo.zero_variance_filtering": True},
+        "clip_cov": _estimator("optimal_token_baseline")
+        | {"loss_fn.objective": "clip_cov", "loss_fn.cov_ratio": 0.5, "loss_fn.clip_cov_min": 0.0},
     },
     "reward_shaping": {
         "off": {},

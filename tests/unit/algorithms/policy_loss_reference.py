@@ -21,6 +21,12 @@ PLAIN = {
     "ratio_clip_max": 0.3,
     "ratio_clip_c": None,
     "objective": "clipped",
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "cov_ratio": 0.25,
+    "clip_cov_min": 0.1,
+    "clip_cov_max": 5.0,
+    "kl_cov_coef": 1.0,
     "sequence_level_importance_ratios": False,
     "token_level_loss": True,
     "length_normalizer": None,
@@ -104,7 +110,8 @@ def random_inputs(seed: int, sequences: int = 5, targets: int = 4, spread: float
     mask[0] = False
     mask[1:, 0] = True
     logprobs = -torch.rand(sequences, targets, dtype=torch.float64, generator=generator) * 3
-    prev, generation, reference = logprobs + noise(), logprobs + noise(), logprobs + noise()
+    # Probabilities of the engine are below 1, which divergences of probabilities need.
+    prev, generation, reference = logprobs + noise(), (logprobs + noise()).clamp(max=-0.01), logprobs + noise()
     advantages = torch.randn(sequences, dtype=torch.float64, generator=generator)
     advantages[-1] = 0.0
     return inputs_of(
@@ -115,6 +122,7 @@ def random_inputs(seed: int, sequences: int = 5, targets: int = 4, spread: float
         prev_logprobs=prev,
         generation_logprobs=generation,
         reference_logprobs=reference,
+        selected_tokens=torch.rand(sequences, targets, generator=generator) < 0.4,
     )
 
 
@@ -122,6 +130,7 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
     """The loss in float64, one token at a time, with the formulas as the papers print them."""
     low, high, c = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max, config.ratio_clip_c
     total = torch.zeros((), dtype=torch.float64)
+    selected = inputs.columns["selected_tokens"].values
     for row in range(len(inputs.logprobs)):
         places = [t for t in range(inputs.logprobs.shape[1]) if inputs.token_mask[row, t]]
         if not places:
@@ -131,6 +140,7 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
         advantage = float(inputs.columns["advantages"].values[row])
         of_sequence = torch.stack([new[t] - old[t] for t in places]).mean().exp()
         generation = inputs.columns["generation_logprobs"].values[row]
+        in_log = [_clipped_log_ratio(new[t] - old[t], advantage, config) for t in places]
         gaps = {t: float(old[t]) - float(generation[t]) for t in places}
         losses = []
         for t in places:
@@ -140,6 +150,26 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
                 loss = -advantage * new[t]
             elif config.objective == "cispo":
                 loss = -clipped.detach() * advantage * new[t]
+            elif config.objective == "sapo":
+                tau = config.sapo_temperature_pos if advantage > 0 else config.sapo_temperature_neg
+                loss = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+            elif config.objective == "gmpo":
+                loss = -torch.exp(sum(in_log) / len(in_log)) * advantage
+            elif config.objective in ("dppo_tv", "dppo_kl"):
+                mu, pi = math.exp(float(generation[t])), math.exp(float(new[t]))
+                distance = abs(pi - mu)
+                if config.objective == "dppo_kl":
+                    distance = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+                bound = config.ratio_clip_max if advantage > 0 else config.ratio_clip_min
+                is_far = (pi - mu) * advantage > 0 and distance > bound
+                weight_of_token = min(pi / mu, math.inf if c is None else c)
+                loss = -(0.0 if is_far else weight_of_token) * advantage * new[t]
+            elif config.objective == "kl_cov":
+                loss = -ratio * advantage
+                if selected[row, t]:
+                    loss = loss + config.kl_cov_coef * torch.abs(new[t] - old[t])
+            elif config.objective == "clip_cov" and selected[row, t]:
+                loss = 0.0 * new[t]
             else:
                 objective = torch.minimum(ratio * advantage, clipped * advantage)
                 if c is not None and advantage < 0:
@@ -173,3 +203,9 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
         else:
             total = total + torch.stack(losses).mean() / inputs.global_sequences
     return total
+
+
+def _clipped_log_ratio(log_ratio: Tensor, advantage: float, config: PolicyGradientLossConfig) -> Tensor:
+    """GMPO clips the logarithm of a ratio that moves in the direction of the advantage."""
+    clipped = torch.clip(log_ratio, -config.ratio_clip_min, config.ratio_clip_max)
+    return torch.minimum(log_ratio, clipped) if advantage > 0 else torch.maximum(log_ratio, clipped)

@@ -15,7 +15,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     failure_rule,
     make_batch,
     shaped_rewards,
-    take_divergence_from_rewards,
+    with_last_advantages,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.logged_samples import logged_samples
@@ -264,7 +264,7 @@ def test_divergence_and_length_do_not_lift_a_failure_above_an_answer(on_failure:
     assert batch.columns["advantages"].values[3] <= 0
     logprobs = torch.full(batch.input_ids.shape, -1.0)
     batch = batch.with_columns(prev_logprobs=per_token(logprobs), reference_logprobs=per_token(logprobs - 1))
-    batch, _ = take_divergence_from_rewards(config, groups, batch)
+    batch, _ = with_last_advantages(config, groups, batch)
     advantages = batch.columns["advantages"].values
     assert advantages[3] <= 0
     assert (shaped_rewards(config, groups)[0, :3] < torch.tensor([-2.0, -1.0, -3.0])).all()

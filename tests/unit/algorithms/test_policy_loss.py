@@ -66,6 +66,18 @@ def further_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
     return [(config, on_policy) for config, on_policy in product(cases, [False, True])]
 
 
+def cases_of_other_objectives() -> list[tuple[PolicyGradientLossConfig, bool]]:
+    """The objectives of single papers, each with the means that it allows."""
+    cases = [
+        config_of(objective=objective, ratio_clip_c=c, ratio_clip_min=0.1, ratio_clip_max=0.15, **mean)
+        for objective in ("sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+        for mean, c in product(MEANS, [None, 1.2])
+        if not (objective == "gmpo" and mean != {"token_level_loss": False})
+    ]
+    return [(config, on_policy) for config, on_policy in product(cases, [False, True])]
+
+
+OTHER_CASES = cases_of_other_objectives()
 CASES = [*all_cases(), *further_cases()]
 FEW_CASES = CASES[::17]
 # The others hold something constant that follows the log-probabilities.
@@ -85,7 +97,7 @@ def gradient_of(loss: Tensor, inputs: LossInputs) -> Tensor:
 
 def test_value_and_gradient_equal_the_second_writing() -> None:
     inputs = random_inputs(seed=0)
-    for config, on_policy in few_of(CASES):
+    for config, on_policy in (*few_of(CASES), *OTHER_CASES):
         outputs = PolicyGradientLoss(config, on_policy)(inputs)
         expected = reference_loss(inputs, config, on_policy)
         message = f"{config} {on_policy=}"
@@ -112,7 +124,7 @@ def test_what_is_masked_reaches_nothing(bad: float) -> None:
     extras = {name: value.masked_fill(~mask, bad) for name, value in values_of(clean).items() if value.ndim == 2}
     extras["advantages"] = clean.columns["advantages"].values.masked_fill(~mask.any(dim=1), bad)
     dirty = replace(clean, logprobs=logprobs, columns=columns_of(extras))
-    for config, on_policy in few_of(CASES):
+    for config, on_policy in (*few_of(CASES), *OTHER_CASES[::5]):
         loss = PolicyGradientLoss(config, on_policy)
         expected, found = loss(clean), loss(dirty)
         assert torch.equal(found.loss, expected.loss)
@@ -171,7 +183,7 @@ def test_on_policy_is_prev_logprobs_taken_from_the_policy_itself(
 def test_without_valid_tokens_in_the_global_batch_nothing_is_learned() -> None:
     inputs = random_inputs(seed=5)
     nothing = inputs_of(inputs.logprobs, torch.zeros_like(inputs.token_mask), **values_of(inputs))
-    for config, on_policy in FEW_CASES:
+    for config, on_policy in (*FEW_CASES, *OTHER_CASES):
         outputs = PolicyGradientLoss(config, on_policy)(nothing)
         assert outputs.loss.item() == 0.0
         assert gradient_of(outputs.loss, inputs).count_nonzero() == 0
@@ -184,8 +196,9 @@ def test_policies_far_apart_leave_loss_and_gradient_finite(far: float, sign: int
     other = (logprobs.detach() + sign * far).clamp(max=0)
     extras = {f"{name}_logprobs": other for name in ("prev", "generation", "reference")}
     extras["prev_logprobs"] = logprobs.detach() - sign * far
+    extras["selected_tokens"] = torch.ones(2, 2)
     inputs = inputs_of(logprobs, torch.ones(2, 2, dtype=torch.bool), advantages=torch.tensor([1.0, -1.0]), **extras)
-    for config, on_policy in few_of(CASES):
+    for config, on_policy in (*few_of(CASES), *OTHER_CASES):
         outputs = PolicyGradientLoss(config, on_policy)(inputs)
         assert outputs.loss.isfinite()
         assert gradient_of(outputs.loss, inputs).isfinite().all()
@@ -277,7 +290,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), prev_is_current=False)(inputs)
 
 
-@pytest.mark.parametrize(("config", "on_policy"), some_of(FEW_CASES, 10))
+@pytest.mark.parametrize(("config", "on_policy"), some_of([*OTHER_CASES[::5], *FEW_CASES], 10))
 def test_nothing_waits_for_the_device(config: PolicyGradientLossConfig, on_policy: bool) -> None:
     # A meta tensor has no values: whatever asks for one raises.
     inputs = random_inputs(seed=9)

@@ -15,6 +15,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.rl.objectives import OBJECTIVES
 from tests.support.quick_list import examples
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs, values_of
 
@@ -22,7 +23,7 @@ SEQUENCES, TARGETS = 7, 5
 
 configurations = st.builds(
     config_of,
-    objective=st.sampled_from(["clipped", "cispo", "reinforce"]),
+    objective=st.sampled_from(list(OBJECTIVES)),
     sequence_level_importance_ratios=st.booleans(),
     token_level_loss=st.booleans(),
     length_normalizer=st.sampled_from([None, 7]),

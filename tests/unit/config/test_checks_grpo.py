@@ -9,6 +9,7 @@ from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.gdpo import rewards_are_shared
+from nemo_rl_moe.rl.objectives import OBJECTIVES
 from tests.unit.config.conftest import Problems
 
 NO_TASK = ("env.reward.kind=math",)
@@ -19,6 +20,8 @@ CALLABLE = ("env.reward.kind=callable", "env.reward.function=package.module:func
 LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 
 ESTIMATOR = "grpo.adv_estimator.name"
+UNSCALED = ("grpo.adv_estimator.normalize_rewards=false",)
+OBJECTIVE = "loss_fn.objective"
 NAMED = (*CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, format: 0.5}}", f"{ESTIMATOR}=gdpo")
 REPLAY = "policy.megatron_cfg.routing_replay"
 GSPO = "loss_fn.sequence_level_importance_ratios"
@@ -354,9 +357,66 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         " each named reward separately: there is no single reward to change",
     },
     "rewards_are_not_scaled": {
-        (f"{ESTIMATOR}=reinforce",): "grpo.adv_estimator.normalize_rewards: got true, expected false with"
-        " grpo.adv_estimator.name reinforce, whose advantage is the reward itself; reinforce_plus_plus normalises over"
-        " the step"
+        (f"{ESTIMATOR}={name}",): "grpo.adv_estimator.normalize_rewards: got true, expected false with"
+        f" grpo.adv_estimator.name {name}, which divides by no standard deviation"
+        for name in ("reinforce", "maxrl", "optimal_token_baseline")
+    },
+    "rewards_are_not_lowered": {
+        (
+            *UNSCALED,
+            f"{ESTIMATOR}=maxrl",
+            "grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}",
+        ): "grpo.reward_shaping.enabled: got true, expected false with grpo.adv_estimator.name maxrl, which divides by"
+        " the mean reward: a penalty could make it negative",
+        (
+            *UNSCALED,
+            f"{ESTIMATOR}=maxrl",
+            "loss_fn.use_kl_in_reward=true",
+            "loss_fn.reference_policy_kl_penalty=0.1",
+            "loss_fn.reference_policy_kl_type=k1",
+        ): "loss_fn.use_kl_in_reward: got true, expected false with grpo.adv_estimator.name maxrl, which divides by the"
+        " mean reward: a penalty could make it negative",
+    },
+    "probabilities_are_of_all_tokens": {
+        (
+            *UNSCALED,
+            f"{ESTIMATOR}=optimal_token_baseline",
+            "policy.generation.top_k=64",
+            "loss_fn.sampling_mask=replay",
+        ): "loss_fn.sampling_mask: got replay, expected none with grpo.adv_estimator.name optimal_token_baseline, whose"
+        " norms of gradients are over the full vocabulary",
+    },
+    "equal_rewards_teach_nothing": {
+        (*UNSCALED, f"{ESTIMATOR}={name}", "grpo.zero_variance_filtering=true"): "grpo.zero_variance_filtering: got"
+        f" true, expected false with grpo.adv_estimator.name {name}, which has advantages for a group of equal rewards"
+        " too"
+        for name in ("reinforce", "reinforce_plus_plus")
+    },
+    "has_a_sequence_loss": {
+        (f"{OBJECTIVE}=gmpo",): "loss_fn.token_level_loss: got true, expected false with loss_fn.objective gmpo: the"
+        " one value of a sequence would count as often as it has tokens",
+        (
+            f"{OBJECTIVE}=gmpo",
+            "loss_fn.token_level_loss=false",
+            "loss_fn.length_normalizer=31",
+        ): "loss_fn.length_normalizer: got 31, expected null with loss_fn.objective gmpo: the one value of a sequence"
+        " would count as often as it has tokens",
+    },
+    "needs_no_correction": {
+        (
+            f"{OBJECTIVE}={name}",
+            "loss_fn.importance_sampling_correction=icepop",
+        ): "loss_fn.importance_sampling_correction: got icepop, expected none with loss_fn.objective"
+        f" {name}, whose ratio is already relative to the engine's probabilities"
+        for name in ("dppo_tv", "dppo_kl")
+    },
+    "covariances_are_in_order": {
+        (f"{OBJECTIVE}=clip_cov", "loss_fn.clip_cov_min=5.0"): "loss_fn.clip_cov_min: got 5.0, expected less than"
+        " loss_fn.clip_cov_max = 5.0"
+    },
+    "ratio_moves": {
+        (f"{OBJECTIVE}=kl_cov",): "policy.train_global_batch_size: got 128, expected less than the 128 responses of a"
+        " step with loss_fn.objective kl_cov: with one update a step the ratio is 1, where its penalty has no gradient"
     },
     "advantage_bounds_leave_room": {
         ("grpo.advantage_clip_low=0.0", "grpo.advantage_clip_high=0.0"): "grpo.advantage_clip_low and"
@@ -393,7 +453,8 @@ def test_broken_rule_gives_its_one_line(grpo_problems_of: Problems, overrides: t
 
 
 def test_every_rule_has_a_broken_example() -> None:
-    rules = [*GRPO_RULES, *(rule for estimator in ESTIMATORS.values() for rule in estimator.rules)]
+    records = (*ESTIMATORS.values(), *OBJECTIVES.values())
+    rules = [*GRPO_RULES, *(rule for record in records for rule in record.rules)]
     elsewhere = {rule.__name__ for rule in (*MIXTURE_RULES, rewards_are_shared)}  # test_mixtures.py
     assert BROKEN.keys() | elsewhere == {rule.__name__ for rule in rules}
 
@@ -412,6 +473,12 @@ def test_every_rule_has_a_broken_example() -> None:
         ("loss_fn.importance_sampling_correction=sequence_mask", "loss_fn.importance_sampling_ratio_min=0.999"),
         ("loss_fn.token_level_loss=false", "loss_fn.length_normalizer=31"),
         ("loss_fn.objective=reinforce", "loss_fn.entropy_bonus=0.001"),
+        (f"{OBJECTIVE}=gmpo", "loss_fn.token_level_loss=false"),
+        (f"{OBJECTIVE}=dppo_tv", "loss_fn.ratio_clip_c=20.0"),
+        (f"{OBJECTIVE}=kl_cov", "grpo.num_prompts_per_step=32"),
+        (f"{OBJECTIVE}=kl_cov", *AHEAD),
+        ("loss_fn.clip_cov_min=9.0",),
+        ("grpo.zero_variance_filtering=true",),
         NO_TASK,
         (*BY_MODEL, *REWARD_MODEL),
         (*REWARD_MODEL, "reward_model.weight=0.0"),

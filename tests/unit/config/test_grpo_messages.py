@@ -26,11 +26,13 @@ REFUSED = {
     "logger.num_samples_to_prin=3": "unknown key; did you mean logger.num_samples_to_print?",
     "env.reward.tsak=x": "unknown key; did you mean env.reward.task?",
     "grpo.num_generations_per_prompt=0": "got 0 (int), expected a whole number above 0",
-    "grpo.adv_estimator.name=rloo": "got 'rloo' (str), expected one of grpo, turn_grpo, gdpo, reinforce_plus_plus,"
+    "grpo.adv_estimator.name=rloo": "got 'rloo' (str), expected one of grpo, turn_grpo, gdpo, maxrl,"
+    " optimal_token_baseline, reinforce_plus_plus,"
     " reinforce_plus_plus_baseline, reinforce, gae or package.module:name",
     "env.reward_weight={a: 1.0}": "unknown key; did you mean env.reward_weights?",
     "env.reward_weights=[1.0]": "got [1.0] (list), expected a section or null",
-    "loss_fn.objective=cipso": "got 'cipso' (str), expected one of clipped, cispo, reinforce or package.module:name;"
+    "loss_fn.objective=cipso": "got 'cipso' (str), expected one of clipped, cispo, reinforce, sapo, gmpo, dppo_tv,"
+    " dppo_kl, clip_cov, kl_cov or package.module:name;"
     " did you mean cispo?",
     "loss_fn.ratio_clip_min=1.1": "got 1.1 (float), expected a number from 0 to 1",
     "loss_fn.kl_output_clamp_value=0.0": "got 0.0 (float), expected a number above 0 and up to 1000000000 or null",

@@ -65,8 +65,8 @@ def test_it_is_a_name_of_the_schema_with_its_own_rules(
         "grpo.adv_estimator.normalize_rewards: got true, expected false with against_best"
     ]
     assert grpo_problems_of("grpo.adv_estimator.name=against_bst") == [
-        "grpo.adv_estimator.name: got 'against_bst' (str), expected one of grpo, turn_grpo, gdpo,"
-        " reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce, gae, against_best or"
+        "grpo.adv_estimator.name: got 'against_bst' (str), expected one of grpo, turn_grpo, gdpo, maxrl,"
+        " optimal_token_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce, gae, against_best or"
         " package.module:name; did you mean against_best?"
     ]
     assert grpo_problems_of(*CHOSEN, "grpo.adv_estimator.normalize_over=batch") == [

@@ -63,7 +63,7 @@ def test_names_of_other_frameworks(algorithm: str, override: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "override", "refused"),
     [
-        ("grpo", "loss_fn.objective=sapo", "cispo?"),
+        ("grpo", "loss_fn.objective=vespo", "cispo?"),
         ("dpo", "dpo.preference_loss_type=simpo", "ipo?"),
         ("sft", "+policy.megatron_cfg.optimizer.name=muon", "tokenizer"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.grpo_batch import estimator_inputs, make_batch, take_divergence_from_rewards
+from nemo_rl_moe.algorithms.grpo_batch import estimator_inputs, make_batch, with_last_advantages
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics
 from nemo_rl_moe.distributed.batch import Axis, per_token
 from nemo_rl_moe.models.images import ModelImage, image_inputs
@@ -119,7 +119,7 @@ def test_the_divergence_of_all_sequences_is_taken_from_the_reward() -> None:
     batch = make_batch(config, groups, PAD_TOKEN, 3)
     logprobs = torch.full(batch.input_ids.shape, -1.0)
     batch = batch.with_columns(prev_logprobs=per_token(logprobs), reference_logprobs=per_token(logprobs - 1))
-    changed, metrics = take_divergence_from_rewards(config, groups, batch)
+    changed, metrics = with_last_advantages(config, groups, batch)
     assert metrics == {"kl_penalty": 1.0}
     rewards = [1.0 - 0.5 * 2, 0.5 - 0.5 * 3, 0.0 - 0.5 * 3]
     expected = make_batch(

@@ -25,6 +25,7 @@ from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.models.megatron.layers.router_losses import RouterLosses
 from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.chunked_head import (
+    chunked_token_statistics,
     chunked_top_candidates,
     hidden_states_only,
     statistics_of_heads,
@@ -40,7 +41,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
 from nemo_rl_moe.models.megatron.training.prefix_tree import predecessors_of
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, sequences_of_tokens
 from nemo_rl_moe.models.megatron.training.step_observer import StepObserver, TrainingForward
-from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
+from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics, score_norms
 
 MicrobatchMetrics = dict[str, tuple[Tensor, Reduction]]
 Result = TypeVar("Result")
@@ -112,6 +113,34 @@ class ForwardBackward:
             return torch.nn.functional.pad(microbatch.per_sequence(statistics.logprobs), (1, 0))
 
         return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS})
+
+    def score_norms(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Return for each microbatch the `score_norms` of every token given its prefix, `[sequences, longest]`.
+
+        The first token of a sequence has 0, and padding any number. Empty on stages before the last.
+        """
+
+        def step(
+            data_iterator: Iterator[tuple[int, ModelMicrobatch]], model: MegatronModule
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+            number, microbatch = next(data_iterator)
+
+            def finish(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+                of_tokens = partial(
+                    chunked_token_statistics,
+                    unwrap_model(model),
+                    hidden_states,
+                    microbatch.inputs.labels,
+                    predecessors=predecessors_of(microbatch.inputs.packed_seq_params),
+                )
+                logprobs, sharpened = (of_tokens(self.temperature / divisor).logprobs for divisor in (1, 2))
+                found = _in_layout_of(microbatch, TokenStatistics(score_norms(logprobs, sharpened), None))
+                norms = torch.nn.functional.pad(microbatch.per_sequence(found.logprobs), (1, 0))
+                return hidden_states.new_zeros(()), norms
+
+            return self._run_model(model, microbatch, number, labels=None), finish
+
+        return self._run_without_head(chunks, microbatches, step)
 
     def values(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
         """Return for each microbatch the values of the value head, `[sequences, longest]`.

@@ -149,6 +149,13 @@ class MegatronModel:
         """
         return self._on_host(self._forward_backward.logprobs, microbatches)
 
+    def score_norms(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Return for each microbatch the `score_norms` of every token given its prefix, `[sequences, longest]`.
+
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
+        """
+        return self._on_host(self._forward_backward.score_norms, microbatches)
+
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """Return for each microbatch the value of every token's prefix, `[sequences, longest]`.
 

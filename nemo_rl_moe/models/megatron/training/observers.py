@@ -23,9 +23,11 @@ from nemo_rl_moe.models.megatron.training.expert_writers import ExpertWriterReco
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank
+from nemo_rl_moe.models.megatron.training.routing_confidence import RoutingConfidence
 from nemo_rl_moe.models.megatron.training.shared_expert_gates import SharedExpertGates
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
+from nemo_rl_moe.routing.metrics.rollout_load import rollout_load_metrics
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 
 
@@ -54,6 +56,7 @@ def make_observers(
         observers.append(RoutingReports(passes.hooks, per_layer=per_layer))
     if megatron.track_moe_metrics:
         observers += [ExpertLoadReports(chunks, passes, megatron, per_layer=per_layer), ExpertBiasReports(expert_bias)]
+        observers.append(RoutingConfidence(chunks, config, device, per_layer=per_layer))
         if config.moe_shared_expert_gate:
             observers.append(SharedExpertGates(chunks, config, device, per_layer=per_layer))
         if generates is not None and generates.megatron_cfg.experts_by_advantage:
@@ -122,7 +125,10 @@ class RoutingReports(StepObserver):
     def end_step(self) -> StepObservations:
         """Return the report on rank 0. It is empty if the batch has no routes."""
         report = self._hooks.report(per_layer=self._per_layer)
-        return StepObservations() if report is None else StepObservations(report.metrics, {ROUTING.name: report})
+        if report is None:
+            return StepObservations()
+        load = rollout_load_metrics(report.totals.captured_experts, report.layers, per_layer=self._per_layer)
+        return StepObservations(report.metrics | load, {ROUTING.name: report})
 
 
 class ExpertBiasReports(StepObserver):

@@ -140,6 +140,20 @@ def token_statistics(
     return VocabularySums.of_columns(logits.to(torch.float32, copy=True), labels, group).of_group(group).statistics()
 
 
+def score_norms(logprobs: Float[Tensor, "*tokens"], sharpened: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
+    """Return the squared norm of the gradient of each token's log-probability by the logits, never below 0.
+
+    The gradient is the one-hot vector of the token minus the probabilities, so that the squared norm is
+    `1 - 2 pi + sum_v pi_v^2` (logit-gradient proxy, arXiv:2602.07078). At half the temperature, the token's
+    log-probability is `2 log pi - log sum_v pi_v^2`, from which the sum follows.
+
+    Args:
+        logprobs: `log pi` of each token, in nats.
+        sharpened: Log-probability of the same token at half the temperature.
+    """
+    return (1 - 2 * logprobs.exp() + (2 * logprobs - sharpened).exp()).clamp(min=0.0)
+
+
 def vocabulary_entropy(
     logits: Float[Tensor, "rows columns local_vocabulary"], group: dist.ProcessGroup
 ) -> Float[Tensor, "rows columns"]:

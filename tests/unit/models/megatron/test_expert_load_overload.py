@@ -48,14 +48,21 @@ class RankRecord:
     metrics: dict[str, float]
 
 
-def record_step(world_size: int, settings: dict[str, Any], batches_in_step: int) -> RankRecord:
-    """Runs on every rank. The second step, so that what the first one left behind would show."""
+def record_step(
+    world_size: int, settings: dict[str, Any], batches_in_step: int, capacity_factor: float | None = None
+) -> RankRecord:
+    """Runs on every rank. The second step, so that what the first one left behind would show.
+
+    Dispatchers of CPUs drop nothing: the factor is given to the metrics alone.
+    """
     policy = tiny_policy(world_size, **settings)
     with parallel_job(policy):
         from megatron.core import parallel_state
         from megatron.core.transformer.moe.router import TopKRouter
 
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        if capacity_factor is not None:
+            trainer.config.moe_expert_rank_capacity_factor = capacity_factor  # type: ignore[attr-defined]
         for step in range(2):
             batches = [tiny_batch(100 * step + index) for index in range(batches_in_step)]
             shards = [shard_for(trainer, batch) for batch in batches]
@@ -163,6 +170,24 @@ def test_other_sizes_are_predicted_from_all_slices(name: str) -> None:
     assert len(expected) == 2 * len(sizes)
     for record in records:
         assert {key: record.metrics[key] for key in expected} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tp2_ep2", *(slow(name) for name in ("ep2_dp4", "pp2_ep2"))])
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_assignments_over_the_capacity_of_their_rank_are_counted(name: str, exchanges: bool) -> None:
+    world_size, sizes = LAYOUTS[name]
+    what_if = {"moe_metrics__what_if_expert_parallel_sizes": "[8]"} if exchanges else {}
+    records = run_ranks(record_step, world_size, world_size, layout(**sizes) | what_if, 1, 1.05)
+    over = total = 0
+    for counts in counts_of_slices(records).values():
+        for microbatch in range(counts.shape[0]):
+            for layer in range(counts.shape[1]):
+                loads = [load_of_rank(counts, microbatch, layer, rank, 2) for rank in range(2)]
+                capacity = int(1.05 * sum(loads) / 2)
+                over, total = over + sum(max(0, load - capacity) for load in loads), total + sum(loads)
+    assert 0 < over < total
+    assert {record.metrics["rank_capacity_dropped_share"] for record in records} == {over / total}
+    assert "rank_capacity_dropped_share" not in records_of(name)[0].metrics
 
 
 @pytest.mark.full

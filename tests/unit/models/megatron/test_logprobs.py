@@ -59,10 +59,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(model_folder: str) -> Array:
-    """Return the log-probabilities of transformers' model, the softmax in float64."""
-    (found,) = run_ranks(logprobs_of_transformers, 1, model_folder)
-    return np.asarray(found)
+def expected(model_folder: str) -> tuple[Array, Array]:
+    """Return the log-probabilities and score norms of transformers' model, the softmax in float64."""
+    ((logprobs, norms),) = run_ranks(logprobs_of_transformers, 1, model_folder)
+    return np.asarray(logprobs), np.asarray(norms)
 
 
 def write_model(folder: str) -> None:
@@ -72,18 +72,21 @@ def write_model(folder: str) -> None:
     Qwen3MoeForCausalLM(tiny_hf_config(**MODEL)).save_pretrained(folder)
 
 
-def logprobs_of_transformers(folder: str) -> Array:
-    """Log-probability of each token given those before it; 0 for the first and on padding."""
+def logprobs_of_transformers(folder: str) -> tuple[Array, Array]:
+    """Log-probability of each token given those before it, and the squared norm of its gradient by the logits, of the
+    difference of a one-hot vector and the probabilities; 0 for the first and on padding."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     ids, lengths = batch().input_ids, batch().lengths
-    found = torch.zeros(ids.shape, dtype=torch.float64)
+    found, norms = torch.zeros(2, *ids.shape, dtype=torch.float64)
     with torch.no_grad():
         for row, length in enumerate(lengths.tolist()):
             logprobs = (model(ids[row : row + 1, :length]).logits[0].double() / TEMPERATURE).log_softmax(-1)
             found[row, 1:length] = logprobs[:-1].gather(-1, ids[row, 1:length, None])[:, 0]
-    return found.numpy()
+            scores = torch.nn.functional.one_hot(ids[row, 1:length], VOCABULARY) - logprobs[:-1].exp()
+            norms[row, 1:length] = scores.square().sum(-1)
+    return found.numpy(), norms.numpy()
 
 
 @contextmanager
@@ -115,13 +118,13 @@ def measured(trainer: MegatronTrainer, measure: Callable[[Any], list[Tensor]]) -
     return result
 
 
-def logprobs_of_rank(policy: PolicyConfig, folder: str) -> tuple[Array, Array]:
-    """All at once, and three tokens at a time."""
+def logprobs_of_rank(policy: PolicyConfig, folder: str) -> tuple[Array, Array, Array]:
+    """All at once, and three tokens at a time; the score norms."""
     with in_job(policy, folder) as trainer:
         whole = measured(trainer, trainer.logprobs)
         for chunk in trainer.chunks:
             chunk.logprob_chunk_size = 3
-        return whole, measured(trainer, trainer.logprobs)
+        return whole, measured(trainer, trainer.logprobs), measured(trainer, trainer.score_norms)
 
 
 def joined(parts: Sequence[Array]) -> Array:
@@ -150,16 +153,17 @@ def joined(parts: Sequence[Array]) -> Array:
     ],
 )
 def test_are_those_of_transformers_whole_and_in_pieces(
-    world_size: int, changes: dict[str, Any], model_folder: str, expected: Array
+    world_size: int, changes: dict[str, Any], model_folder: str, expected: tuple[Array, Array]
 ) -> None:
     policy = policy_for(world_size, **changes)
     found = run_ranks(logprobs_of_rank, world_size, policy, model_folder)
-    for parts in zip(*found, strict=True):
+    logprobs, norms = expected
+    for parts, wanted in zip(zip(*found, strict=True), (logprobs, logprobs, norms), strict=True):
         ours = joined(parts)
         real = ~np.isnan(ours)
         assert real.sum() == batch().lengths.sum()
         assert not ours[:, 0].any()
-        np.testing.assert_allclose(ours[real], expected[real], atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(ours[real], wanted[real], atol=TOLERANCE, rtol=0)
 
 
 def largest_logits(policy: PolicyConfig, folder: str) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_rl_moe.routing.metrics.overload_factor import (
     StageEvents,
+    assignments_over_capacity,
     cumulative_peak_ratios,
     overload_factors,
     rank_loads,
@@ -19,6 +20,13 @@ from tests.support.made_runs import predict_overload, summarise_overload
 from tests.support.quick_list import examples
 
 Events = list[tuple[int, int, int]]
+
+
+def test_assignments_over_capacity_by_hand() -> None:
+    loads = torch.tensor([[[6, 2], [4, 4], [0, 0]], [[3, 2], [9, 0], [1, 1]]])
+    # Capacities of 1.1 times the mean: 4, 4 and 0, and 2, 4 and 1.
+    assert assignments_over_capacity(loads, 1.1).tolist() == [2 + 1 + 5, 32]
+    assert assignments_over_capacity(loads, 2.0).tolist() == [0, 32]
 
 
 def no_pipeline(microbatches: int) -> Events:
