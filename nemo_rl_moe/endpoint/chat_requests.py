@@ -3,6 +3,7 @@
 """Requests for chat completions. The run's sampling holds, whatever a request asks for."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,14 +209,14 @@ def chat_request(given: Mapping[str, Any], no_tools: str | None) -> ChatRequest:
 def _tools(value: object, no_tools: str | None) -> tuple[ToolDefinition, ...]:
     if not isinstance(value, list):
         raise RequestError(f"tools: got {kind_of(value)}, expected a list of definitions", parameter="tools")
+    if value and no_tools is not None:
+        raise RequestError(f"tools: got {len(value)}, expected none: {no_tools}", parameter="tools")
     for index, definition in enumerate(value):
         if (problem := definition_problem(definition)) is not None:
             raise RequestError(f"tools[{index}]: {problem}", parameter="tools")
-    names = [definition["function"]["name"] for definition in value]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
+    names = Counter(definition["function"]["name"] for definition in value)
+    if repeated := next((name for name, number in names.items() if number > 1), None):
         raise RequestError(f"tools: got {shortened(repeated)!r} twice, expected one of each", parameter="tools")
-    if value and no_tools is not None:
-        raise RequestError(f"tools: got {len(value)}, expected none: {no_tools}", parameter="tools")
     return tuple(value)
 
 
@@ -229,7 +230,7 @@ def shown(value: object) -> str:
 
 
 def positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
         raise RequestError(f"{name}: got {shown(value)}, expected a whole number from 1 on", parameter=name)
     return value
 

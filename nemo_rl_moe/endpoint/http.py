@@ -33,7 +33,9 @@ _LOG = logging.getLogger("aiohttp.server.endpoint")
 _LOG.addFilter(_is_of_us)
 
 
-def application(key: str, wrong_key: str, routes: str, public: Collection[str] = ()) -> web.Application:
+def application(
+    key: str, wrong_key: str, routes: str, public: Collection[str] = (), most_body_bytes: int = MOST_BODY_BYTES
+) -> web.Application:
     """Return an application without routes. It refuses requests without the key.
 
     Args:
@@ -63,7 +65,7 @@ def application(key: str, wrong_key: str, routes: str, public: Collection[str] =
             return web.json_response(failed.body, status=failed.status)
 
     middlewares: list[Middleware] = [guarded]
-    return web.Application(middlewares=middlewares, client_max_size=MOST_BODY_BYTES)
+    return web.Application(middlewares=middlewares, client_max_size=most_body_bytes)
 
 
 async def listen(app: web.Application, bound: socket.socket | None = None) -> tuple[web.AppRunner, int]:

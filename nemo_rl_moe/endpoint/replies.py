@@ -173,7 +173,9 @@ def completion_chunks(reply: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+    # A token with a part of a character has a text without the part's bytes.
+    own = None if "\ufffd" in text else list(text.encode(errors="replace"))
+    return {"token": text, "logprob": logprob, "bytes": own, "top_logprobs": []}
 
 
 def _is_encodable(call: ToolCall) -> bool:

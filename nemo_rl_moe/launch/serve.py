@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.capture_writer import moe_layers
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.distributed.object_store import fetch_objects
@@ -23,6 +22,7 @@ from nemo_rl_moe.launch.grpo import announce_named_stops, sampling_parameters, s
 from nemo_rl_moe.launch.inference import give_weights
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.models.hf_files import load_config_json
+from nemo_rl_moe.models.policy.separate_engine import SeparateEngine
 from nemo_rl_moe.models.position_limit import sequence_limit
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.serving.app import served_application
@@ -75,6 +75,7 @@ def _bound(port: int) -> Iterator[socket.socket]:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((HOST, port))
+            bound.listen()  # so that another server cannot bind it meanwhile
         except OSError as error:
             message = f"--port: got {port}, on which the server cannot listen: {error.strerror}"
             raise ConfigurationError(message) from None
@@ -111,8 +112,8 @@ def _started(config: GRPOMasterConfig, run: ModelRun, name: str) -> Service:
     policy = run.start_policy()
     engine = start_engine(config, run, policy, model)
     give_weights(config, run, policy, engine, model)
-    if GENERATION_ROLE in config.cluster.roles or config.cluster.gpus_per_node == 0:
-        policy.shutdown()  # the engine has a copy of the weights
+    if isinstance(engine, SeparateEngine):
+        policy.shutdown()  # this engine has a copy of the weights, and replaces no lost worker
     with run.console.phase("answering a first request"):
         routes = asyncio.run(_routes(engine, policy, sampling))
     data = config.data

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Sequence
 
+from nemo_rl_moe.config.engines import BUILT_IN
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
@@ -17,6 +18,7 @@ SUMMARY = "serve a model by OpenAI's API on this machine, with the experts that 
 BASE_CONFIG = "grpo_serve.yaml"
 KEY_VARIABLE = "NEMO_RL_MOE_API_KEY"
 _SEPARATE, _TRAINERS = "megatron_separate", "megatron"
+_ENGINES = " or ".join(name for name in BUILT_IN if name != _TRAINERS)
 EXAMPLES = f"""\
 Serves /v1/chat/completions, /v1/completions (echo and logprobs too) and /v1/models on 127.0.0.1, until Ctrl-C.
 Requests have their own temperature, top_p, top_k, seed, stop, n and max_tokens. With "return_routed_experts": true, a
@@ -41,7 +43,7 @@ OPTIONS = {
     "--model": Option(
         "policy.model_name", "DIR", "a model's folder, a checkpoint of a run, or a hub's name", is_text=True
     ),
-    "--backend": Option("policy.generation.backend", "NAME", f"{_SEPARATE} or vllm (default: {_SEPARATE})"),
+    "--backend": Option("policy.generation.backend", "NAME", f"{_ENGINES} (default: {_SEPARATE})"),
     "--max-model-len": Option(
         "policy.max_total_sequence_length", "N", "maximum number of tokens, prompt included (default: 4096)"
     ),
@@ -73,7 +75,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
     backend = options.backend if options.backend is not None else _SEPARATE
     if backend == _TRAINERS:
         raise ConfigurationError(
-            f"--backend: got {backend}, expected {_SEPARATE} or vllm: the trainer's own engine answers requests only"
+            f"--backend: got {backend}, expected {_ENGINES}: the trainer's own engine answers requests only"
             " together"
         )
     defaults = [] if backend == _SEPARATE else [f"~cluster.roles.{GENERATION_ROLE}"]
@@ -81,7 +83,16 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
         half = max(1, int(options.max_model_len) // 2)
         defaults.append(f"policy.generation.max_new_tokens={min(_MOST_NEW_TOKENS, half)}")
     with reported_by_option(OPTIONS, options):
-        return load_grpo_config(BASE_CONFIG, [*defaults, *overrides_of(OPTIONS, options), *overrides])
+        config = load_grpo_config(BASE_CONFIG, [*defaults, *overrides_of(OPTIONS, options), *overrides])
+    generation = config.policy.generation
+    if generation.temperature != 1:
+        raise ConfigurationError(
+            f"policy.generation.temperature: got {generation.temperature:g}, expected 1: requests set the temperature,"
+            " and prompts are scored at 1"
+        )
+    if generation.stop_strings is None:
+        raise ConfigurationError("policy.generation.stop_strings: got null, expected a list: requests may have some")
+    return config
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
@@ -90,6 +101,8 @@ def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
 
     name = options.served_model_name if options.served_model_name is not None else config.policy.model_name
     given = os.environ.get(KEY_VARIABLE)
+    if given and not (given.isascii() and given.isprintable() and " " not in given):
+        raise ConfigurationError(f"{KEY_VARIABLE}: got a blank or another character that no header can have")
     with reported_by_option(OPTIONS, options):
         serve(config, name, options.port, given or secrets.token_urlsafe(24), shows_key=not given)
 

@@ -24,7 +24,7 @@ class ExactReward:
         gold = gold_answer(item)
         value = _value_of(item.response)
         is_correct = value == _value_of(gold)
-        answer = " ".join(value) if isinstance(value, list) else str(value.normalize())
+        answer = " ".join(value) if isinstance(value, list) else _plain_number(value)
         return Score(float(is_correct), is_correct, answer=answer)
 
 
@@ -34,3 +34,11 @@ def _value_of(text: str) -> Decimal | list[str]:
     if _NUMBER.fullmatch(stripped):
         return Decimal(stripped.replace(",", ""))
     return [choice_in(stripped) or stripped] if len(words := text.split()) == 1 else words
+
+
+def _plain_number(value: Decimal) -> str:
+    """Return a number without exponent, final zeros and the sign of zero."""
+    text = f"{value:f}"
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if value == 0 else text

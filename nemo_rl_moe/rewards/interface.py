@@ -48,8 +48,8 @@ class Score:
             `checked_score` sets it to their weighted sum.
         fault: Reason why scoring failed. None: it did not.
         rewards: Name -> reward. Empty if the reward function returns one number.
-        answer: The final answer of the response, as a text that is equal for equal answers. Empty if the reward
-            function reads none.
+        answer: The final answer of the response, as a text that is the same for all right answers, and for most equal
+            wrong ones. Empty if the reward function reads none.
     """
 
     reward: float

@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.final_answers import (
+    SEVERAL,
     are_words,
     choice_in,
     from_last_boxes,
@@ -57,14 +58,14 @@ class MathReward:
         mathematics."""
         gold = gold_answer(item)
         if (choice := choice_in(gold)) is not None and (stated := stated_choice(item.response)) is not None:
-            return Score(float(choice == stated), choice == stated, answer=stated)
+            return Score(float(choice == stated), choice == stated, answer="" if stated == SEVERAL else stated)
         if states_the_words(item.response, gold):
             return Score(1.0, is_correct=True, answer=gold)
         answer, response = self._parse_answer(gold), from_last_boxes(item.response)
         response = with_words_marked(response) if are_words(gold) else with_numbers_written_out(response)
         found = self._library.parse(response, parsing_timeout=None)
         is_correct = bool(self._library.verify(answer, found, timeout_seconds=None))
-        return Score(float(is_correct), is_correct, answer=_text_of(found))
+        return Score(float(is_correct), is_correct, answer=gold if is_correct else _text_of(found))
 
     def _parse_answer_anew(self, answer: str) -> list[Any]:
         if are_words(answer):
@@ -79,7 +80,7 @@ class MathReward:
 
 
 def _text_of(found: Sequence[Any]) -> str:
-    """Return a parsed answer as text. A decimal number is written as a fraction, so that 0.5 and 1/2 are equal."""
+    """Return a parsed wrong answer as text. Decimal numbers become fractions; other forms of a value stay different."""
     if not found:
         return ""
     value = found[0]

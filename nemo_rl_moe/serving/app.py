@@ -29,6 +29,9 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
+_MOST_BODY_BYTES = 4 << 20
+"""All clients wait while a body is decoded."""
+
 _Answer = Callable[[object], Awaitable[dict[str, Any]]]
 _Chunks = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
@@ -39,7 +42,7 @@ def served_application(service: Service, key: str, failed: "asyncio.Future[None]
     Args:
         failed: Gets the exception if the engine fails.
     """
-    app = application(key, "the key is not the server's", ROUTES, public=_PAGE)
+    app = application(key, "the key is not the server's", ROUTES, public=_PAGE, most_body_bytes=_MOST_BODY_BYTES)
 
     def handler(answer: _Answer, as_chunks: _Chunks) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
@@ -49,7 +52,7 @@ def served_application(service: Service, key: str, failed: "asyncio.Future[None]
             except GenerationError as error:
                 if not failed.done():
                     failed.set_exception(error)
-                raise RequestError(f"the engine has failed: {error}", status=500) from error
+                raise RequestError(f"the engine has failed: {str(error).splitlines()[0]}", status=500) from error
             return json_or_stream(reply, body, as_chunks)
 
         return handle

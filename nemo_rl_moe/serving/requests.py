@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a served model: chat completions and completions, each with its own sampling."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_moe.config.tool_definitions import reserved_name_problem
 from nemo_rl_moe.endpoint.chat_requests import (
     CHAT_PARAMETERS,
     WITHOUT_EFFECT,
@@ -23,12 +23,18 @@ from nemo_rl_moe.endpoint.chat_requests import (
     unknown_parameter,
 )
 from nemo_rl_moe.endpoint.request_error import RequestError
+from nemo_rl_moe.errors import encodable
 from nemo_rl_moe.generation.interface import SamplingParameters
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024
 """Maximum number of prompts in a request for completions."""
-_MOST_STOPS = 16
+MOST_SEQUENCES = 2048
+"""Maximum number of responses to all prompts of a request."""
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_LEAST_TEMPERATURE = 1e-3
+"""Lower temperatures count as 0, because logits divided by them could overflow."""
+_LARGEST = 1_000_000
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop", "n", "return_routed_experts")
@@ -100,11 +106,15 @@ class ServedRules:
     def chat(self, body: object) -> ServedChat:
         """Parse a request for chat completions."""
         given = self._checked(body, _CHAT)
+        for name in ("logprobs", "return_token_ids"):
+            _boolean(given, name)
         chat = chat_request(given, self._no_tools)
         sampling = self._sampling(given, chat.max_tokens or self._defaults.max_new_tokens)
         kwargs = given.get("chat_template_kwargs", {})
         if not isinstance(kwargs, dict):
             raise _wrong("chat_template_kwargs", kwargs, "an object with variables of the chat template")
+        if (problem := reserved_name_problem(kwargs)) is not None:
+            raise RequestError(f"chat_template_kwargs: {problem}", parameter="chat_template_kwargs")
         if (effort := given.get("reasoning_effort")) is not None:
             kwargs = {"reasoning_effort": effort, **kwargs}
         return ServedChat(chat, sampling, kwargs)
@@ -115,13 +125,17 @@ class ServedRules:
         echoes, limit = _boolean(given, "echo"), given.get("max_tokens", _COMPLETION_TOKENS)
         if limit != 0 or isinstance(limit, bool) or not echoes:
             limit = positive("max_tokens", limit)
+        prompts = _prompts(given.get("prompt"))
         wanted = given.get("logprobs", False)
         if not isinstance(wanted, bool) and wanted not in (0, 1):
             raise _wrong("logprobs", wanted, "0 or 1: the tokens' own, and the likeliest of a prompt's tokens")
         sampling = self._sampling(given, limit)
         if given.get("best_of", sampling.num_choices) != sampling.num_choices:
             raise _wrong("best_of", given["best_of"], f"n ({sampling.num_choices}): all responses are returned")
-        return ServedCompletion(_prompts(given.get("prompt")), sampling, echoes, wanted is not False)
+        if (number := len(prompts) * sampling.num_choices) > MOST_SEQUENCES:
+            message = f"n: got {number:,} responses to all prompts, expected at most {MOST_SEQUENCES:,}"
+            raise RequestError(message, parameter="n")
+        return ServedCompletion(prompts, sampling, echoes, wanted is not False)
 
     def _checked(self, body: object, known: Sequence[str]) -> dict[str, Any]:
         given = given_parameters(body)
@@ -139,8 +153,8 @@ class ServedRules:
     def _sampling(self, given: Mapping[str, Any], limit: int) -> Sampling:
         defaults = self._defaults
         top_k = given.get("top_k", -1 if defaults.top_k is None else defaults.top_k)
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < -1:
-            raise _wrong("top_k", top_k, "a whole number from 1 on, or -1 for all tokens")
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or not -1 <= top_k <= _LARGEST:
+            raise _wrong("top_k", top_k, f"a whole number from 1 to {_LARGEST:,}, or -1 for all tokens")
         number = positive("n", given.get("n", 1))
         if number > MOST_CHOICES:
             raise _wrong("n", number, f"at most {MOST_CHOICES}")
@@ -150,10 +164,11 @@ class ServedRules:
         wants_routes = _boolean(given, "return_routed_experts")
         if wants_routes and self._no_routes is not None:
             raise _wrong("return_routed_experts", True, f"false: {self._no_routes}")
+        temperature = _number(given, "temperature", defaults.temperature, 0, _LARGEST)
         parameters = replace(
             defaults,
             max_new_tokens=limit,
-            temperature=_number(given, "temperature", defaults.temperature, 0, math.inf),
+            temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
             top_p=_number(given, "top_p", defaults.top_p, 0, 1),
             top_k=top_k if top_k > 0 else None,
             stop_strings=_stops(given.get("stop", list(defaults.stop_strings))),
@@ -176,8 +191,8 @@ def _boolean(given: Mapping[str, Any], name: str) -> bool:
 
 def _number(given: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
     value = given.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
-        raise _wrong(name, value, f"a number from {least}" + ("" if most == math.inf else f" to {most}"))
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise _wrong(name, value, f"a number from {least:,} to {most:,}")
     return float(value)
 
 
@@ -185,6 +200,8 @@ def _stops(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(each, str) for each in stops):
         raise _wrong("stop", value, f"a text, or a list of at most {_MOST_STOPS} texts")
+    if any(len(each) > _LONGEST_STOP or encodable(each) != each for each in stops):
+        raise _wrong("stop", value, f"texts of at most {_LONGEST_STOP} characters, without half of a surrogate pair")
     return tuple(each for each in stops if each)
 
 

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nemo_rl_moe.data.chat_template import text_renderer_for
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.encoding import encode_each, most_characters, num_characters
+from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.data.thinking import THINK_START, Thinking
 from nemo_rl_moe.data.turn_glue import NoExtension
-from nemo_rl_moe.endpoint.chat_requests import ChatRequest
+from nemo_rl_moe.data.turn_spans import RenderError
+from nemo_rl_moe.endpoint.chat_requests import ChatRequest, shown
 from nemo_rl_moe.endpoint.replies import chat_choice, chat_reply, message_of, read_turn, usage_of, without_thinking
 from nemo_rl_moe.endpoint.request_error import RequestError
 from nemo_rl_moe.generation.interface import (
@@ -27,7 +30,7 @@ from nemo_rl_moe.generation.interface import (
     SamplingParameters,
     TokenIds,
 )
-from nemo_rl_moe.serving.requests import Prompt, Sampling, ServedRules
+from nemo_rl_moe.serving.requests import Prompt, Sampling, ServedCompletion, ServedRules
 from nemo_rl_moe.serving.served_routes import ServedRoutes
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
@@ -61,6 +64,42 @@ class ServedModel:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids))
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        known = {token_id: self.decode([token_id]) for token_id in set(token_ids)}
+        return [known[token_id] for token_id in token_ids]
+
+    def plain(self, text: str) -> str:
+        """Return a text without special tokens."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
+
+    def begin(self, messages: Sequence[Message], inputs: TemplateInputs) -> TokenIds:
+        """Return the tokens of a conversation up to the response.
+
+        Raises:
+            RequestError: The template cannot show the conversation, or it is too long.
+        """
+        try:
+            # Checks of the messages take long, so a conversation that is too long is refused first.
+            rendered = text_renderer_for(self.tokenizer, inputs)(messages, inputs)
+            [token_ids] = encode_each(lambda texts: self.tokenizer(list(texts))["input_ids"], [rendered], len)
+            if len(token_ids) > self.max_tokens:
+                raise self.too_long(len(token_ids), 1, "messages")
+            return self.continuation.begin(messages, inputs).token_ids
+        except (NoExtension, RecordError, RenderError) as error:
+            raise RequestError(str(error), parameter="messages") from None
+
+    def too_long(self, num_prompt: int, num_new: int, name: str) -> RequestError:
+        """Return the error about a prompt in the parameter `name`."""
+        message = (
+            f"this model has a limit of {self.max_tokens:,} tokens (policy.max_total_sequence_length), and the request"
+            f" asks for {num_prompt + num_new:,}: {num_prompt:,} of the {name} and {num_new:,} of the response"
+            " (max_tokens)"
+        )
+        return RequestError(message, code="context_length_exceeded", parameter=name)
 
 
 @dataclass(frozen=True)
@@ -104,11 +143,8 @@ class Service:
         request = self._rules.chat(body)
         chat, model = request.chat, self._model
         self._require_short(num_characters((chat.messages, chat.tools)), "messages")
-        try:
-            inputs = TemplateInputs(chat.tools or None, request.template_kwargs)
-            prompt_ids = model.continuation.begin(chat.messages, inputs).token_ids
-        except (NoExtension, RecordError) as error:
-            raise RequestError(str(error), parameter="messages") from None
+        inputs = TemplateInputs(chat.tools or None, request.template_kwargs)
+        prompt_ids = await asyncio.to_thread(model.begin, chat.messages, inputs)
         sampling = request.sampling
         if chat.max_tokens is None:
             room = max(1, model.max_tokens - len(prompt_ids))
@@ -125,7 +161,8 @@ class Service:
         model = self._model
         read = read_turn(response.text, chat, model.tool_format, begins_in_thinking=tail.endswith(THINK_START))
         is_opened = model.thinking is not None and tail.endswith(model.thinking.start)
-        message = message_of(without_thinking(read, model.thinking, is_opened=is_opened), 0)
+        read = without_thinking(read, model.thinking, is_opened=is_opened)
+        message = message_of(replace(read, content=model.plain(read.content)), 0)
         return chat_choice(
             chat, message, response.token_ids, response.logprobs, model.decode, is_cut=response.is_cut, index=index
         )
@@ -133,19 +170,15 @@ class Service:
     async def complete(self, body: object) -> dict[str, Any]:
         """Return the reply to a request for completions. Raises as `chat` does."""
         request = self._rules.completion(body)
-        prompts = [self._tokenized(prompt) for prompt in request.prompts]
         sampling, scores = request.sampling, request.echoes and request.wants_logprobs
         # An engine always samples one token. It is dropped if the request wants none.
-        is_empty = sampling.parameters.max_new_tokens == 0
         limit = max(1, sampling.parameters.max_new_tokens)
+        prompts = await asyncio.to_thread(self._tokenized, request.prompts, limit)
         parameters = replace(sampling.parameters, scores_prompt=scores, max_new_tokens=limit)
-        found = await self._responses(prompts, replace(sampling, parameters=parameters), "prompt", is_empty=is_empty)
-        if is_empty:
+        found = await self._responses(prompts, replace(sampling, parameters=parameters), "prompt")
+        if sampling.parameters.max_new_tokens == 0:
             found = [_without_response(response) for response in found]
-        choices = [
-            self._completion_choice(index, response, echoes=request.echoes, wants_logprobs=request.wants_logprobs)
-            for index, response in enumerate(found)
-        ]
+        choices = await asyncio.to_thread(self._completion_choices, found, request)
         await self._add_routes(choices, found, sampling)
         return {
             "id": _new_id("cmpl"),
@@ -156,19 +189,26 @@ class Service:
             "usage": usage_of(sum(map(len, prompts)), sum(len(response.token_ids) for response in found)),
         }
 
-    def _completion_choice(
-        self, index: int, response: _Response, *, echoes: bool, wants_logprobs: bool
-    ) -> dict[str, Any]:
-        text = (self._model.decode(response.prompt_ids) if echoes else "") + response.text
-        reason = "length" if response.is_cut else "stop"
-        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
-        if wants_logprobs:
-            choice["logprobs"] = self._completion_logprobs(response, echoes=echoes)
-        return choice
+    def _completion_choices(self, found: Sequence[_Response], request: ServedCompletion) -> list[dict[str, Any]]:
+        choices = []
+        for index, response in enumerate(found):
+            before = self._model.decode(response.prompt_ids) if request.echoes else ""
+            choices.append(
+                {
+                    "index": index,
+                    "text": before + self._model.plain(response.text),
+                    "finish_reason": "length" if response.is_cut else "stop",
+                    "logprobs": self._completion_logprobs(response, echoes=request.echoes)
+                    if request.wants_logprobs
+                    else None,
+                }
+            )
+        return choices
 
     def _completion_logprobs(self, response: _Response, *, echoes: bool) -> dict[str, Any]:
         """Return the log-probabilities of a choice in OpenAI's old form. The first token of a prompt has none."""
-        tokens = self._texts(response.token_ids)
+        texts_of = self._model.texts
+        tokens = texts_of(response.token_ids)
         logprobs: list[float | None] = list(response.logprobs)
         top: list[dict[str, float] | None] = [
             {text: logprob} for text, logprob in zip(tokens, response.logprobs, strict=True)
@@ -178,35 +218,30 @@ class Service:
             if scores is None:
                 message = "logprobs: the engine gives no log-probabilities of a prompt; leave out echo or logprobs"
                 raise RequestError(message, parameter="logprobs")
-            texts = self._texts(response.prompt_ids)
-            own, likeliest = [float(each) for each in scores.logprobs], self._texts(scores.top_ids.tolist())
+            texts = texts_of(response.prompt_ids)
+            own, likeliest = [float(each) for each in scores.logprobs], texts_of(scores.top_ids.tolist())
             best = [float(each) for each in scores.top_logprobs]
             pairs = zip(likeliest, best, texts[1:], own, strict=True)
             tokens = [*texts, *tokens]
             logprobs = [None, *own, *logprobs]
-            top = [None, *({name: high, text: logprob} for name, high, text, logprob in pairs), *top]
+            # Tokens with parts of characters may have the same text. Then the likeliest one is kept.
+            top = [None, *({text: logprob} | {name: high} for name, high, text, logprob in pairs), *top]
         ends = np.cumsum([0, *map(len, tokens)])[:-1]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": ends.tolist()}
 
-    async def _responses(
-        self, prompts: Sequence[TokenIds], sampling: Sampling, name: str, *, is_empty: bool = False
-    ) -> list[_Response]:
+    async def _responses(self, prompts: Sequence[TokenIds], sampling: Sampling, name: str) -> list[_Response]:
         """Return the responses to each prompt, prompt after prompt.
 
         Args:
             name: Name of the parameter with the prompts.
-            is_empty: Whether the response is dropped, so that the prompt may fill the sequence.
         """
-        parameters, most = sampling.parameters, self._model.max_tokens
+        parameters, model = sampling.parameters, self._model
         for prompt_ids in prompts:
-            size = len(prompt_ids) + (0 if is_empty else parameters.max_new_tokens)
-            if size > most:
-                message = (
-                    f"this model has a limit of {most:,} tokens (policy.max_total_sequence_length), and the request"
-                    f" asks for {size:,}: {len(prompt_ids):,} of the {name} and {parameters.max_new_tokens:,} of the"
-                    " response (max_tokens)"
-                )
-                raise RequestError(message, code="context_length_exceeded", parameter=name)
+            if len(prompt_ids) + parameters.max_new_tokens > model.max_tokens:
+                raise model.too_long(len(prompt_ids), parameters.max_new_tokens, name)
+            if (largest := max(prompt_ids)) >= model.vocabulary_size:
+                message = f"{name}: got the token id {shown(largest)}, expected less than {model.vocabulary_size}"
+                raise RequestError(message, parameter=name)
         first = secrets.randbits(63) if sampling.seed is None else sampling.seed
         number = len(prompts) * sampling.num_choices
         seeds = [first, *np.random.SeedSequence(first).generate_state(number - 1, np.uint64).tolist()]
@@ -246,25 +281,28 @@ class Service:
             token_ids = (*response.prompt_ids, *response.token_ids)
             experts = await asyncio.to_thread(routes.experts, response.sequence.routed_experts, len(token_ids))
             choice["routed_experts"] = {
-                "tokens": self._texts(token_ids),
+                "tokens": self._model.texts(token_ids),
                 "num_prompt_tokens": len(response.prompt_ids),
                 **routes.description,
                 "experts": experts,
             }
 
-    def _tokenized(self, prompt: Prompt) -> TokenIds:
-        if isinstance(prompt, tuple):
-            if (largest := max(prompt)) >= self._model.vocabulary_size:
-                message = f"prompt: got the token id {largest}, expected less than {self._model.vocabulary_size}"
-                raise RequestError(message, parameter="prompt")
-            return prompt
-        self._require_short(len(prompt), "prompt")
-        [token_ids] = encode_each(lambda texts: self._model.tokenizer(list(texts))["input_ids"], [prompt], len)
-        if isinstance(token_ids, str):
-            raise RequestError(f"prompt: {token_ids}", parameter="prompt")
-        if not token_ids:
-            raise RequestError("prompt: got no token, expected at least one", parameter="prompt")
-        return tuple(token_ids)
+    def _tokenized(self, prompts: Sequence[Prompt], num_new: int) -> list[TokenIds]:
+        """Tokenize the prompts. The first one that leaves no room for `num_new` tokens ends it."""
+        found = []
+        for prompt in prompts:
+            token_ids: Sequence[int] | str = prompt
+            if isinstance(prompt, str):
+                self._require_short(len(prompt), "prompt")
+                [token_ids] = encode_each(lambda texts: self._model.tokenizer(list(texts))["input_ids"], [prompt], len)
+            if isinstance(token_ids, str):
+                raise RequestError(f"prompt: {token_ids}", parameter="prompt")
+            if not token_ids:
+                raise RequestError("prompt: got no token, expected at least one", parameter="prompt")
+            if len(token_ids) + num_new > self._model.max_tokens:
+                raise self._model.too_long(len(token_ids), num_new, "prompt")
+            found.append(tuple(token_ids))
+        return found
 
     def _require_short(self, length: int, name: str) -> None:
         """Refuse a text of so many characters that it cannot fit, because tokenizing it would take long."""
@@ -274,9 +312,6 @@ class Service:
                 " (policy.max_total_sequence_length)"
             )
             raise RequestError(message, code="context_length_exceeded", parameter=name)
-
-    def _texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [self._model.decode([token_id]) for token_id in token_ids]
 
 
 def _without_response(response: _Response) -> _Response:

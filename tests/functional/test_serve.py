@@ -101,9 +101,20 @@ def test_many_clients_get_what_each_gets_alone(server: Served) -> None:
 
 def test_a_wrong_request_changes_nothing_for_the_next_one(server: Served) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    for content in (b"{", b'{"model": "tiny"}', json.dumps({"model": NAME, "messages": [{}]}).encode()):
-        reply = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
-        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    wrong: list[dict[str, Any]] = [
+        {"prompt": [5] * 200, "max_tokens": 0, "echo": True},
+        {"prompt": "7", "stop": ["\ud800"]},
+        {"prompt": [10**9]},
+        {"prompt": "7", "temperature": 10**400},
+        {"prompt": ["7" * 300] * 1000},
+        {"prompt": ["7"] * 1024, "n": 128},
+    ]
+    contents = [b"{", b'{"model": "tiny"}', *(json.dumps({"model": NAME, **body}).encode() for body in wrong)]
+    for content in contents:
+        reply = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=300)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), content
+    cold = server.client().completions.create(model=NAME, prompt="7", temperature=1e-40, max_tokens=2)
+    assert cold.choices[0].finish_reason
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     assert [each.id for each in server.client().models.list()] == [NAME]
 

@@ -71,13 +71,15 @@ class RequestBatches:
         """Take the waiting requests with the sampling parameters of the first one, and return them by copy."""
         # Neighbours, often samples of one prompt with similar lengths, go to different copies.
         copies = sorted(self._free)
+        self._waiting = [each for each in self._waiting if not each[1].cancelled()]
+        if not self._waiting:
+            return {}
         sampling = self._waiting[0][0].sampling
         most = None if self._max_batch_size is None else self._max_batch_size * len(copies)
         chosen = [each for each in self._waiting if each[0].sampling == sampling][:most]
         taken = {id(future) for _, future in chosen}
         self._waiting = [each for each in self._waiting if id(each[1]) not in taken]
-        asked = [each for each in chosen if not each[1].cancelled()]
-        shares = {copy: asked[number :: len(copies)] for number, copy in enumerate(copies)}
+        shares = {copy: chosen[number :: len(copies)] for number, copy in enumerate(copies)}
         return {copy: share for copy, share in shares.items() if share}
 
     def _run(self, copy: int, share: Sequence[Waiting]) -> None:

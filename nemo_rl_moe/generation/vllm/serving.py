@@ -62,7 +62,10 @@ class Serving:
         self._undealt.append(number)
         if self._is_open:
             self._deal_out()
-        return await self._waiting[number].future
+        try:
+            return await self._waiting[number].future
+        finally:
+            self._waiting.pop(number, None)
 
     async def come_to_rest(self) -> None:
         """Have engines answer all requests with the tokens so far. Requests with stop strings are completed."""

@@ -193,6 +193,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 if finished := [output for output in outputs if output.finished]:
                     numbers = [int(output.request_id) for output in finished]
                     yield list(zip(numbers, self._sequences(finished, taken, version), strict=True))
+                    for number in numbers:  # a stream may last as long as the engine
+                        del taken[number]
         finally:
             self._engine.collective_rpc(_record_routes, args=(False,))
 

@@ -31,6 +31,7 @@ MAY_NAME_VLLM = {
     "tools/detection.py": "names of its parsers",
     "launch/evaluate_command.py": "an example in the help",
     "launch/generate_command.py": "an example in the help",
+    "launch/serve_command.py": "an example in the help",
     "runs/folder/folder.py": "packages whose versions a run notes",
 }
 

@@ -22,6 +22,8 @@ MODEL = "examples/assets/tiny_qwen3_moe"
         (["--backend", "vlm"], "error: --backend: got 'vlm'"),
         (["--max-model-len", "100", "--max-new-tokens", "200"], "error: --max-new-tokens: got 200"),
         (["--max-model-len", "many"], "error: --max-model-len: got 'many'"),
+        (["policy.generation.temperature=0.5"], "error: policy.generation.temperature: got 0.5, expected 1"),
+        (["policy.generation.stop_strings=null"], "error: policy.generation.stop_strings: got null, expected a list"),
     ],
 )
 def test_wrong_options_are_reported_before_anything_starts(

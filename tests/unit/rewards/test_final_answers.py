@@ -233,6 +233,7 @@ def test_long_blank_space_is_read_once() -> None:
     ("kind", "responses"),
     [
         ("exact", ["1,000", "1000", "1e3", "1000.0"]),
+        ("exact", ["0", "-0.0"]),
         ("exact", [" light  blue", "light blue\n"]),
         ("exact", ["(B)", "B."]),
         ("math", ["\\boxed{\\frac{1}{2}}", "0.5", "the value is $1/2$."]),
@@ -248,3 +249,17 @@ def test_equal_answers_are_equal_texts(kind: str, responses: list[str]) -> None:
     assert len(answers) == 1
     assert "" not in answers
     assert reward.score(ScoringItem("f:1", "?", "9", False, {"answer": gold})).answer not in answers
+
+
+def test_right_answers_have_one_vote_and_several_choices_none() -> None:
+    def answers(gold: str, *responses: str) -> set[str]:
+        items = [ScoringItem("f:1", "?", response, False, {"answer": gold}) for response in responses]
+        return {MathReward().score(item).answer for item in items}
+
+    assert answers(r"\frac{1}{2}", r"\boxed{\frac{1}{2}}", r"\boxed{\frac12}", r"\boxed{0.5}", r"\boxed{50\%}") == {
+        r"\frac{1}{2}"
+    }
+    assert answers(r"2\sqrt{3}", r"\boxed{2 \sqrt{3}}", r"\boxed{\sqrt{12}}") == {r"2\sqrt{3}"}
+    assert answers("A", "The answer is A or B.", "The answer is C or D.") == {""}
+    large = ExactReward().score(ScoringItem("f:1", "?", "1" * 33, False, {"answer": "7"})).answer
+    assert large == "1" * 33

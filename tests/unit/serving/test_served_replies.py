@@ -86,11 +86,10 @@ def served(engine: Script, use: Callable[[Client], Awaitable[None]], **more: Any
             QWEN.tokenizer,
             Continuation(QWEN.tokenizer),
             max_tokens=200,
-            vocabulary_size=len(QWEN.tokenizer),
+            **{"vocabulary_size": len(QWEN.tokenizer), **more},
             tool_format=TOOL_FORMATS["hermes"],
             thinking=describe_speech(QWEN.tokenizer).thinking,
             routes=ServedRoutes((1, 3), 500, 1, list),
-            **more,
         )
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         app = served_application(Service(engine, model, ServedRules("m", SAMPLING, None, None)), KEY, failed)
@@ -115,6 +114,7 @@ def served(engine: Script, use: Callable[[Client], Awaitable[None]], **more: Any
 
 
 CHAT: dict[str, Any] = {"messages": [QUESTION]}
+LEFT = {"role": "assistant", "content": "<|im_end|>"}
 LONG = {"role": "user", "content": "x" * 10**6}
 
 
@@ -152,6 +152,28 @@ def test_a_chat_has_its_message_its_tokens_and_its_experts() -> None:
         await ask("/v1/chat/completions", CHAT)
         assert len({request.seed for request in engine.requests[4:]}) == 2
         assert "routed_experts" not in (await ask("/v1/chat/completions", CHAT)).json()["choices"][0]
+
+    served(engine, use)
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused_whoever_makes_them() -> None:
+    engine = Script()
+
+    async def use(ask: Client) -> None:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "ab"})):
+            reply = await ask(path, body)
+            assert (reply.status_code, engine.requests) == (400, [])
+            assert "got the token id" in reply.json()["error"]["message"]
+
+    served(engine, use, vocabulary_size=10)
+
+
+def test_replies_have_no_special_tokens() -> None:
+    engine = Script(f"It {QWEN.ends[0]}is 3.")
+
+    async def use(ask: Client) -> None:
+        assert (await ask("/v1/chat/completions", CHAT)).json()["choices"][0]["message"]["content"] == "It is 3."
+        assert (await ask("/v1/completions", {"prompt": "ab"})).json()["choices"][0]["text"] == "It is 3."
 
     served(engine, use)
 
@@ -220,6 +242,8 @@ def test_completions_echo_their_prompts_with_log_probabilities() -> None:
         ),
         ("/v1/chat/completions", {"messages": [{"role": "users", "content": "x"}]}, 400, None),
         ("/v1/completions", {"prompt": "a" * 190}, 400, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": [5] * 200, "echo": True, "max_tokens": 0}, 400, "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": [QUESTION, LEFT, QUESTION] * 200}, 400, "context_length_exceeded"),
         ("/v1/completions", {"prompt": ""}, 400, None),
         ("/v1/completions", {"prompt": "\ud800"}, 400, None),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),

@@ -27,6 +27,7 @@ def test_a_request_has_its_own_sampling() -> None:
     )
     assert (asked.sampling.num_choices, asked.sampling.seed, asked.sampling.wants_routes) == (3, 2**64 - 1, True)
     assert asked.template_kwargs == {"reasoning_effort": "low"}
+    assert RULES.chat({**CHAT, "temperature": 1e-40}).sampling.parameters.temperature == 0
     # Clients send these without meaning anything by them.
     neutral = {"top_k": -1, "min_p": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "x", "seed": None}
     assert RULES.chat({**CHAT, **neutral}).sampling.parameters == DEFAULTS
@@ -51,9 +52,14 @@ def test_a_completion_takes_texts_and_token_ids() -> None:
         ({"temperature": -1}, "temperature: got -1, expected a number from 0"),
         ({"temperature": "hot"}, 'temperature: got "hot", expected a number from 0'),
         ({"temperature": float("inf")}, "temperature: got Infinity"),
+        ({"temperature": 10**400}, "temperature: got 1000"),
+        ({"top_k": 10**30}, "top_k: got 1000"),
+        ({"max_tokens": 10**4000}, "max_tokens: got 1000"),
+        ({"stop": ["\ud800"]}, 'stop: got ["\\ud800"], expected texts of at most 256 characters'),
+        ({"stop": "a" * 257}, "stop: got"),
         ({"top_p": 0}, "top_p: got 0, expected above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p: got 1.5, expected a number from 0 to 1"),
-        ({"top_k": 1.5}, "top_k: got 1.5, expected a whole number from 1 on, or -1"),
+        ({"top_k": 1.5}, "top_k: got 1.5, expected a whole number from 1 to 1,000,000, or -1"),
         ({"n": 0}, "n: got 0, expected a whole number from 1 on"),
         ({"n": 1000}, "n: got 1000, expected at most 128"),
         ({"seed": 2**64}, "seed: got"),
@@ -88,6 +94,7 @@ def test_wrong_parameters_are_named(more: dict[str, Any], message: str) -> None:
         ({"suffix": "x"}, 'suffix: got "x", expected none'),
         ({"messages": []}, "messages: is no parameter"),
         ({"echo": 1}, "echo: got 1, expected true or false"),
+        ({"prompt": ["a"] * 1000, "n": 3}, "n: got 3,000 responses to all prompts, expected at most 2,048"),
     ],
 )
 def test_wrong_completions_are_named(more: dict[str, Any], message: str | None) -> None:
@@ -96,6 +103,21 @@ def test_wrong_completions_are_named(more: dict[str, Any], message: str | None) 
         return
     with pytest.raises(RequestError) as caught:
         RULES.completion({**TEXT, **more})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"logprobs": "yes"}, 'logprobs: got "yes", expected true or false'),
+        ({"return_token_ids": 1}, "return_token_ids: got 1, expected true or false"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: the run itself sets messages"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs: got [], expected an object"),
+    ],
+)
+def test_wrong_chats_are_named(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        RULES.chat({**CHAT, **more})
     assert str(caught.value).startswith(message)
 
 
