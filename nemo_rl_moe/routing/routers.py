@@ -30,7 +30,7 @@ class RouterKind(Enum):
 _WITH_INDICES = frozenset({"hunyuanmoev1gate", "deepseekv4hashrouter"})
 # Llama-4 returns logits, of which the highest are chosen.
 _WITH_LOGITS = frozenset({"llama4router"})
-_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoE\w*Gate|SparseMoeBlock|SparseMoE)$")
+_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGating|SparseMoeBlock|SparseMoE|CDMoE)$")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
     if None in indices or len(set(indices)) < len(indices):
         indices = [None] * len(found)
     layers = [
-        (RouterLayer(name if index is None else index, kind, int(module.num_experts), _topk(module, kind)), module)
+        (RouterLayer(name if index is None else index, kind, _num_experts(module), _topk(module, kind)), module)
         for (name, module, kind), index in zip(found, indices, strict=True)
     ]
     return sorted(layers, key=lambda entry: entry[0].key) if None not in indices else layers
@@ -149,6 +149,11 @@ def _layer_index(name: str, module: nn.Module, kind: RouterKind) -> int | None:
     if kind is RouterKind.MEGATRON and isinstance(module.layer_number, int):
         return module.layer_number - 1
     return number_in_name(name)
+
+
+def _num_experts(router: nn.Module) -> int:
+    # LongCat-Flash's second number has also its experts without weights, which are chosen as the others are.
+    return max(int(router.num_experts), int(getattr(router, "n_routed_experts", None) or 0))  # type: ignore[arg-type]
 
 
 def _topk(module: nn.Module, kind: RouterKind) -> int:

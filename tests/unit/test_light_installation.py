@@ -87,6 +87,15 @@ def test_files_of_a_framework_are_read_without_pandas(of_training: str, reposito
     assert "layer 1 carries layer 2's routes" in done.stderr
 
 
+@pytest.mark.full
+def test_an_audit_names_unsupported_families(tmp_path: Path, of_training: str, repository_root: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "jetmoe"}')
+    words = ["audit", str(repository_root / "examples/audit/verl/layer_swapped"), "--model", str(tmp_path)]
+    done = run_without(of_training, f"from nemo_rl_moe.cli import main; sys.exit(main({words!r}))")
+    assert "model_type 'jetmoe' (JetMoE) is not supported" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def modules_of(names: set[str]) -> str:
     """Return the names under which distributions are imported."""
     from importlib.metadata import packages_distributions

@@ -4,8 +4,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nemo_rl_moe.config.schema_policy import FreezeConfig
+if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema_policy import FreezeConfig
 
 _KEPT_BY_A_BLOCK = 8
 """Number of tensors of the hidden size that a block keeps for its backward pass. They are listed in
@@ -49,7 +51,7 @@ class TowerShape:
         products = patches * self.patch_dim * hidden + positions * self.num_blocks * of_a_block + 2 * hidden * pairs
         return 2 * products, 2 * patches // self.merge_size**2 * self.projector_products
 
-    def training_flops(self, images: Iterable[tuple[int, int]], freeze: FreezeConfig) -> int:
+    def training_flops(self, images: Iterable[tuple[int, int]], freeze: "FreezeConfig") -> int:
         """Return the operations of a forward and a backward pass over images, given by rows and columns of patches.
 
         A backward pass has one product for each gradient of a trained weight, and one for the gradient of each input

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import FAMILIES, family_of
@@ -195,8 +194,6 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_families_that_cannot_work_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
     refused = REFUSED[model_type]
-    assert refused.nearest in FAMILIES
-    assert model_type in CONFIG_MAPPING
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, model_type=model_type)
     (problem,) = caught.value.problems

@@ -494,6 +494,13 @@ def test_sequences_that_training_lacks_are_reported(tmp_path: Path) -> None:
         ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, (1, 2, 4, 5)),
         ({"decoder_sparse_step": 2}, (1, 3, 5)),
         ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 5]}, (1, 2, 3, 4)),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse", "hash_moe"]}, (1, 2, 4, 5)),
+        ({"num_dense_layers": 3}, (3, 4, 5)),
+        ({"expert_layer_period": 3, "expert_layer_offset": 1}, (1, 4)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 2}, (1, 3, 5)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 1}, (1, 2, 3)),
+        ({"moe_layers": [1, 4], "interleave_moe_layer_step": 1}, (1, 4)),
+        ({"moe_layers": None, "interleave_moe_layer_step": 2}, (1, 3, 5)),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
@@ -501,6 +508,27 @@ def test_layers_with_experts(tmp_path: Path, fields: dict[str, Any], layers: tup
     config = {"num_hidden_layers": 6, "n_routed_experts": 16, "num_experts_per_tok": 4, **fields}
     shape = read_router_shape(write(tmp_path / "config.json", {"text_config": config} if nested else config))
     assert (shape.moe_layers, shape.num_experts, shape.topk) == (layers, 16, 4)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "dbrx", "n_layers": 6}, "ValueError: has none of num_experts, "),
+        ({"model_type": "longcat_flash", "num_layers": 6}, "ValueError: some experts have no weights"),
+        ({"model_type": "jetmoe"}, "ValueError: each layer has two routers"),
+        ({"model_type": "llama4_text", "mlp_layer_types": ["sparse"]}, "IndexError: "),
+    ],
+)
+def test_families_whose_routers_cannot_be_read_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], reason: str, nested: bool
+) -> None:
+    if config["model_type"] != "dbrx":
+        config = {"num_hidden_layers": 6, "num_local_experts": 16, "num_experts_per_tok": 4, **config}
+    path = write(tmp_path / "config.json", {"model_type": "llama4", "text_config": config} if nested else config)
+    expected = rf"{config['model_type']}' \(.*\) is not supported, and its numbers of experts and layers.*: {reason}"
+    with pytest.raises(DataError, match=expected):
+        read_router_shape(path)
 
 
 def test_router_logits_that_do_not_report_the_experts_are_refused(

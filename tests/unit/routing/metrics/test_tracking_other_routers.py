@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel
 
 from nemo_rl_moe.routing.metrics.load_balance_metrics import collect_expert_loads, enable_load_balance_tracking
 from tests.support.gloo_ranks import run_ranks
@@ -102,12 +102,31 @@ def test_routers_of_families_that_are_not_trained_here_are_counted(model_type: s
     assert load.tolist() == torch.bincount(expected.flatten(), minlength=8).tolist()
 
 
-def test_modules_that_choose_experts_and_cannot_be_read_are_named() -> None:
-    from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
+def test_experts_without_weights_are_counted() -> None:
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
 
-    config = AutoConfig.for_model("jamba", hidden_size=16, intermediate_size=16, num_experts=4)
-    model = nn.ModuleList([JambaSparseMoeBlock(config)])
-    with pytest.raises(ValueError, match="ModuleList chooses experts in modules whose choice cannot be read: JambaSpa"):
+    sizes = {"hidden_size": 16, "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 12}
+    model = nn.Sequential(LongcatFlashTopkRouter(AutoConfig.for_model("longcat_flash", **sizes)))
+    enable_load_balance_tracking(model)
+    model(torch.randn(5, 16))
+    assert next(iter(collect_expert_loads(model).values()))["expert_load"].tolist() == [5] * 12
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("jetmoe", "JetMoeTopKGating"), ("doge", "DogeCDMoE")])
+def test_unusual_modules_that_choose_experts_are_named(model_type: str, name: str) -> None:
+    config = AutoConfig.for_model(model_type, is_moe=True, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    with pytest.raises(ValueError, match=f"chooses experts in modules whose choice cannot be read: {name};"):
+        enable_load_balance_tracking(model)
+
+
+def test_modules_that_choose_experts_and_cannot_be_read_are_named() -> None:
+    from transformers.models.afmoe.modeling_afmoe import AfmoeTokenChoiceRouter
+
+    config = AutoConfig.for_model("afmoe", hidden_size=16, num_experts=4)
+    model = nn.ModuleList([AfmoeTokenChoiceRouter(config)])
+    with pytest.raises(ValueError, match="ModuleList chooses experts in modules whose choice cannot be read: AfmoeTok"):
         enable_load_balance_tracking(model)
     with pytest.raises(ValueError, match="ModuleList has no MoE layer to track"):
         enable_load_balance_tracking(nn.ModuleList([nn.Linear(2, 2)]))
