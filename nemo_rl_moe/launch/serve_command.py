@@ -75,8 +75,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
     backend = options.backend if options.backend is not None else _SEPARATE
     if backend == _TRAINERS:
         raise ConfigurationError(
-            f"--backend: got {backend}, expected {_ENGINES}: the trainer's own engine answers requests only"
-            " together"
+            f"--backend: got {backend}, expected {_ENGINES}: the trainer's own engine answers requests only together"
         )
     defaults = [] if backend == _SEPARATE else [f"~cluster.roles.{GENERATION_ROLE}"]
     if options.max_model_len is not None and options.max_model_len.isdecimal():
