@@ -332,7 +332,9 @@ def assert_same_loads(steps: list[Step], expected: list[Step], *, same_microbatc
         np.testing.assert_array_equal(step.counts, wanted.counts)
         assert step.metrics.keys() == wanted.metrics.keys()
         for name, value in step.metrics.items():
-            if not is_of_a_microbatch(name):
+            if name.startswith("routing_confidence"):  # of scores in float32, not of counts
+                assert value == pytest.approx(wanted.metrics[name], abs=1e-7), name
+            elif not is_of_a_microbatch(name):
                 assert value == wanted.metrics[name], name
             elif same_microbatches and "overload" not in name:
                 assert value == pytest.approx(wanted.metrics[name], abs=2e-6), name

@@ -145,7 +145,9 @@ def test_bytes_over_the_whole_job_do_not_grow_with_microbatches_and_slices() -> 
     few, many, two_slices, images = (run_ranks(logged_report, 2, JOBS[name])[0]["bytes"] for name in names)
     layers, experts, one_loss, one_size = 4, 8, 1, 1
     in_slice = 2 * layers * 2 * 4  # microbatches of a rank, layers, ranks of 4 bytes
-    assert few == [in_slice, 8 * layers * (one_loss + experts + 2 * one_size), 8 * (layers * one_size + 1)]
+    over_capacity = 2  # assignments, and all of them
+    numbers = layers * (one_loss + experts + 2 * one_size) + over_capacity
+    assert few == [in_slice, 8 * numbers, 8 * (layers * one_size + 1)]
     assert many == [2 * in_slice, *few[1:]]
     assert two_slices == few[1:]
     assert images == [in_slice, few[1] + 8 * layers * experts, few[2]]
@@ -192,6 +194,7 @@ IN_ORDER = {
     "RoutingReports": ["allreduce_", "allreduce_", "allreduce_"],
     "ExpertLoadReports": ["allreduce_", *SUM_AND_MAXIMUM],
     "ExpertBiasReports": ["allreduce_"],
+    "RoutingConfidence": ["allreduce_"],
     "ExpertAdvantageRecorder": ["allreduce_"],
     "ExpertWriterRecorder": ["allreduce_"],
 }

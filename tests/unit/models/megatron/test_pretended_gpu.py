@@ -67,6 +67,7 @@ TRAINING: dict[tuple[str, str], tuple[int, str]] = {
     ("expert_load_recorder.reduce_over_ranks", "copy to the host"): (4, "report: load, statistics, checks, advantages"),
     ("expert_load_recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
     ("route_checks.RouteProbe.reduced", "copy to the host"): (1, "report"),
+    ("token_means.TokenMeans.end_step", "tolist"): (1, "report: routing confidence"),
 }
 LOGPROBS = {("megatron_model.MegatronModel._on_host.<listcomp>", "copy to the host")}
 GENERATION = {
