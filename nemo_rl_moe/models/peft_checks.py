@@ -16,6 +16,7 @@ from nemo_rl_moe.models.peft_files import (
     WEIGHTS_FILE,
     factor_shapes,
     folder_of_peft,
+    is_of_attention,
     read_adapter_config,
     section_of_checkpoint,
 )
@@ -73,15 +74,15 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
         if rank != lora.rank:
             ranks.append(f"{name} {rank}")
         layer = layers.get(f"{module}.weight")
-        attention |= {module} if ".self_attn." in module else set()
+        attention |= {module} if is_of_attention(module) else set()
         if layer is not None and layer.shape[factor == "lora_A"] != size:
             others.append(f"{name} has the shape {list(shape)}, and its layer {list(layer.shape)}")
-        elif layer is None and layers and ".self_attn." in module:
+        elif layer is None and layers and is_of_attention(module):
             others.append(f"{name} has no layer")
     kinds = {module.rpartition(".")[2] for module in attention}
     lacking = sorted(
         module
-        for module in (name.removesuffix(".weight") for name in layers if ".self_attn." in name)
+        for module in (name.removesuffix(".weight") for name in layers if is_of_attention(name))
         if module.rpartition(".")[2] in kinds and module not in attention
     )
     return [

@@ -84,6 +84,11 @@ class ExpertFactor:
     is_a: bool
 
 
+def is_of_attention(module: str) -> bool:
+    """Return whether a module of transformers belongs to a layer's attention or gated delta net."""
+    return ".self_attn." in module or ".linear_attn." in module
+
+
 def expert_factor(name: str) -> ExpertFactor | None:
     """Return a factor's parsed name, or None if the factor does not belong to a routed expert."""
     match = _EXPERT.fullmatch(name)
@@ -111,7 +116,9 @@ def adapter_config(
     modules: set[str] = set()
     parameters: set[str] = set()
     fused: dict[str, set[int | None]] = {}
-    has_experts = family_of(hf_config).rules.find("decoder.layers.0.mlp.experts.0.linear_fc1.weight") is not None
+    family = family_of(hf_config)
+    vision = family.vision
+    has_experts = family.rules.find("decoder.layers.0.mlp.experts.0.linear_fc1.weight") is not None
     for name in names:
         module = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")[0]
         leaf = module.rpartition(".")[2]
@@ -121,7 +128,7 @@ def adapter_config(
                 modules.add(leaf)
         elif leaf in ("gate", "router"):
             parameters.add(f"{_LAYER.sub('', module).replace('block_sparse_moe', 'mlp')}.weight")
-        elif has_experts and ".self_attn." not in module:
+        elif has_experts and not is_of_attention(module):
             # In a model with experts, peft applies an MLP's module names to the experts.
             parameters.add(f"{module}.weight")
         else:
@@ -139,6 +146,8 @@ def adapter_config(
         "bias": "none",
         "inference_mode": True,
         "target_modules": sorted(modules) or None,
+        # Modules of a vision tower may have the same names.
+        "exclude_modules": None if vision is None else f"(?:{'|'.join(sorted({*vision.prefixes.values()}))}).*",
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {rf".*\.{parameter}": times * rank for parameter, times in twice.items() if times > 1},
         "alpha_pattern": {rf".*\.{parameter}": times * lora.alpha for parameter, times in twice.items() if times > 1},

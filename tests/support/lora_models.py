@@ -5,7 +5,7 @@
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.peft_files import is_of_attention
 from tests.support.family_reference import (
     COLUMNS,
     files_beside,
+    has_delta_nets,
+    other_chunks,
     outputs_of_trainer,
     read_model,
     reference_outputs,
@@ -56,11 +59,16 @@ def _text(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 
-def pieces(chunks: Any) -> Iterator[Any]:
-    """Yield the `ShardedTensor` of each factor of this rank; its `data` is the parameter."""
+def pieces(chunks: Any, *, gradients: bool = False) -> Iterator[Any]:
+    """Yield a `ShardedTensor` of each section of each factor of this rank; its `data` is the parameter or gradient."""
     from nemo_rl_moe.models.megatron.lora.checkpoint_names import sharded_adapters
 
-    yield from sharded_adapters(chunks).values()
+    for sharded in sharded_adapters(chunks).values():
+        values = sharded.data.main_grad if gradients else sharded.data.data
+        if hasattr(sharded, "build_fn"):
+            yield from sharded.build_fn(sharded.key, values, sharded.replica_id, None)
+        else:
+            yield replace(sharded, data=values)
 
 
 def _place(piece: Any) -> tuple[slice, ...]:
@@ -85,9 +93,9 @@ def local_factors(chunks: Any, *, gradients: bool = False) -> list[tuple[str, tu
             piece.key.removeprefix("base_model.model."),
             tuple(piece.global_shape),
             _place(piece),
-            (piece.data.main_grad if gradients else piece.data).detach().float().numpy().copy(),
+            piece.data.detach().float().numpy().copy(),
         )
-        for piece in pieces(chunks)
+        for piece in pieces(chunks, gradients=gradients)
     ]
 
 
@@ -131,8 +139,8 @@ class PeftModel:
         }
         if experts or hasattr(base.config, "num_experts_per_tok"):
             # peft takes an MLP's names in a model with experts for those of the experts.
-            parameters += [f"{name}.weight" for name in modules if ".self_attn." not in name]
-            modules = {name for name in modules if ".self_attn." in name}
+            parameters += [f"{name}.weight" for name in modules if not is_of_attention(name)]
+            modules = {name for name in modules if is_of_attention(name)}
         twice = 2 if {"gate_proj", "up_proj"} <= experts else 1
         config = peft.LoraConfig(
             r=RANK,
@@ -233,8 +241,11 @@ class Computed:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Outputs of both implementations; `peft_again` has other chunks of gated delta nets, as a floor of rounding."""
+
     ours: Computed
     peft: Computed
+    peft_again: Computed
     merged: Array
     base: Array
     ours_without: Array
@@ -268,7 +279,7 @@ def compare_with_peft(name: str, policy: PolicyConfig, root: str) -> Comparison:
     assert without is not None
     return Comparison(
         Computed(outputs.logits, loss, gradients),
-        _of_peft(folder, factors, policy.lora.scale),
+        *_of_peft(folder, factors, policy.lora.scale),
         reference_outputs(merged).logits,
         reference_outputs(folder).logits,
         without.logits,
@@ -279,8 +290,17 @@ def _batch(vocabulary: int) -> Any:
     return tiny_batch(3, vocabulary, shortest=COLUMNS, longest=COLUMNS)
 
 
-def _of_peft(folder: Path, factors: Factors, scale: float) -> Computed:
+def _of_peft(folder: Path, factors: Factors, scale: float) -> tuple[Computed, Computed]:
     peft = PeftModel(folder, factors, scale)
+    found = _computed(peft)
+    if not has_delta_nets(peft.model):
+        return found, found
+    peft.model.zero_grad()
+    with other_chunks(peft.model.get_base_model(), chunk_size=4):
+        return found, _computed(peft)
+
+
+def _computed(peft: PeftModel) -> Computed:
     batch = _batch(peft.model.config.vocab_size)
     logits = peft.model(batch.input_ids).logits
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)

@@ -329,11 +329,11 @@ class GatedDeltaNet(MegatronModule):
         for name, linear in (("in_proj", self.in_proj), ("out_proj", self.out_proj)):
             found |= linear.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         for name, sizes in (("in_proj", self.sizes.projected), ("conv1d", self.sizes.convolved)):
-            found[f"{prefix}{name}.weight"] = _in_sections(found[f"{prefix}{name}.weight"], sizes)
+            found[f"{prefix}{name}.weight"] = in_sections(found[f"{prefix}{name}.weight"], sizes)
         return found
 
 
-def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
+def in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
     """Return a parameter for a checkpoint, in which each section of rows, such as queries, has the rows of all ranks.
 
     Args:

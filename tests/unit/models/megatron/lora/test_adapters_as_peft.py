@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
-from tests.support.lora_models import Array, Comparison, compare_with_peft, one_rank_policy
+from tests.support.lora_models import Array, Comparison, Factors, compare_with_peft, one_rank_policy
 from tests.support.quick_list import some_of
 
 TOLERANCE = 1e-5
 ROUNDING = 5e-5
-"""Of merged weights, which moves what latent attention computes of them."""
+"""Of merged weights, which moves what latent attention computes of them; and of gated delta nets without adapters."""
+OTHER_CHUNKS = 6
+"""Room beside the difference of peft from itself with other chunks of the delta rule; see test_gated_delta_net.py."""
 ALL = ("all-linear",)
 WITH_ROUTER = ("all-linear", "router")
 
@@ -31,12 +33,21 @@ FAMILIES = (
     "glm4_moe",
     "glm4_moe_lite",
     "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
 )
+
+DENSE = ("llama", "qwen3_5_text")
+ONE_OF_A_NET = tuple((f"in_proj_{name}",) for name in ("qkv", "z", "b", "a")) + (("out_proj",),)
 
 
 def _cases() -> list[tuple[str, str, tuple[str, ...], str]]:
-    cases = [(name, mode, ALL, "auto") for name in FAMILIES for mode in ("per_expert", "shared") if name != "llama"]
-    cases += [("llama", "none", ALL, "auto"), ("qwen3_moe", "none", ("q_proj", "v_proj"), "auto")]
+    cases = [(name, mode, ALL, "auto") for name in FAMILIES for mode in ("per_expert", "shared") if name not in DENSE]
+    cases += [(name, "none", ALL, "auto") for name in DENSE]
+    cases += [(name, "per_expert", ALL, "local") for name in ("qwen3_next", "qwen3_5_moe_text")]
+    cases += [("qwen3_5_moe_text", "none", targets, "auto") for targets in ONE_OF_A_NET]
+    cases += [ ("qwen3_moe", "none", ("q_proj", "v_proj"), "auto")]
     cases += [(name, "none", WITH_ROUTER, "auto") for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")]
     cases += [("qwen3_moe", "per_expert", ("down_proj",), "auto"), ("qwen3_moe", "per_expert", ALL, "local")]
     cases += [("qwen3_moe", "per_expert", ("gate_proj", "up_proj"), "auto"), ("deepseek_v3", "shared", ALL, "local")]
@@ -53,6 +64,10 @@ def largest(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
 
 
+def largest_of(found: Factors, expected: Factors) -> float:
+    return max(largest(found[name], values) for name, values in expected.items())
+
+
 @cache
 def compared(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, root: str) -> Comparison:
     policy = one_rank_policy(experts, targets, layer_spec=layer_spec)
@@ -64,12 +79,16 @@ def compared(name: str, experts: str, targets: tuple[str, ...], layer_spec: str,
 @pytest.mark.parametrize(("name", "experts", "targets", "layer_spec"), some_of(_cases(), 4))
 def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, folders: Path) -> None:
     found = compared(name, experts, targets, layer_spec, str(folders))
-    assert largest(found.ours.logits, found.peft.logits) < TOLERANCE
+    base = largest(found.base, found.ours_without)
+    assert base < (ROUNDING if name.startswith(("qwen3_next", "qwen3_5")) else TOLERANCE)
+    logits = largest(found.ours.logits, found.peft.logits)
+    floor = largest_of(found.peft_again.gradients, found.peft.gradients)
+    print(f"{logits:.1e} {base:.1e} {largest_of(found.ours.gradients, found.peft.gradients):.1e} {floor:.1e}")
+    assert logits < max(TOLERANCE, 2 * base)
     assert abs(found.ours.loss - found.peft.loss) < TOLERANCE
     assert found.ours.gradients.keys() == found.peft.gradients.keys()
     for parameter, gradient in found.peft.gradients.items():
         assert np.abs(gradient).max() > 10 * TOLERANCE, parameter  # there is something to compare
-        np.testing.assert_allclose(found.ours.gradients[parameter], gradient, atol=TOLERANCE, err_msg=parameter)
+    assert largest_of(found.ours.gradients, found.peft.gradients) < max(TOLERANCE, OTHER_CHUNKS * floor)
     assert largest(found.merged, found.ours.logits) < ROUNDING
-    assert largest(found.base, found.ours_without) < TOLERANCE
     assert largest(found.base, found.merged) > 0.05
