@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits, loss and gradients of adapters are those of peft on transformers' model; merged weights give the same."""
 
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.gloo_ranks import run_ranks
-from tests.support.lora_models import Array, Comparison, Factors, compare_with_peft, one_rank_policy
+from tests.support.lora_models import Array, Comparison, Factors, compare_with_peft, plain_policy
 from tests.support.quick_list import some_of
+from tests.support.tiny_model import layout
 
 TOLERANCE = 1e-5
 ROUNDING = 5e-5
@@ -68,17 +69,40 @@ def largest_of(found: Factors, expected: Factors) -> float:
     return max(largest(found[name], values) for name, values in expected.items())
 
 
-@cache
-def compared(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, root: str) -> Comparison:
-    policy = one_rank_policy(experts, targets, layer_spec=layer_spec)
-    (found,) = run_ranks(compare_with_peft, 1, name, policy, root)
+def compared(name: str, root: Path, experts: str, targets: tuple[str, ...] = ALL, **changes: Any) -> Comparison:
+    policy = plain_policy(experts, targets, **changes)
+    found = run_ranks(compare_with_peft, changes.get("world_size", 1), name, policy, str(root))[0]
     assert isinstance(found, Comparison)
     return found
 
 
 @pytest.mark.parametrize(("name", "experts", "targets", "layer_spec"), some_of(_cases(), 4))
 def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: str, folders: Path) -> None:
-    found = compared(name, experts, targets, layer_spec, str(folders))
+    assert_as_peft(name, compared(name, folders, experts, targets, layer_spec=layer_spec))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "changes",
+    some_of(
+        [
+            layout(tp=2),
+            layout(pp=2),
+            layout(ep=2),
+            {"sequence_packing__enabled": True},
+            {"activation_checkpointing": "full"},
+            {"sequence_packing__enabled": True, "activation_checkpointing": "full", **layout(tp=2, ep=2)},
+        ],
+        1,
+    ),
+    ids=str,
+)
+def test_delta_nets_as_peft_in_layouts(name: str, changes: dict[str, Any], folders: Path) -> None:
+    world_size = 2 if "sequence_parallel" in changes else 1
+    assert_as_peft(name, compared(name, folders, "per_expert", WITH_ROUTER, world_size=world_size, **changes))
+
+
+def assert_as_peft(name: str, found: Comparison) -> None:
     base = largest(found.base, found.ours_without)
     assert base < (ROUNDING if name.startswith(("qwen3_next", "qwen3_5")) else TOLERANCE)
     logits = largest(found.ours.logits, found.peft.logits)
