@@ -13,10 +13,12 @@ from nemo_rl_moe.models.peft_files import (
     CONFIG_FILE,
     FUSED_MODULES,
     PREFIX,
+    TEXT_MODEL,
     WEIGHTS_FILE,
     factor_shapes,
     folder_of_peft,
     is_of_attention,
+    named_in,
     read_adapter_config,
     section_of_checkpoint,
 )
@@ -64,10 +66,12 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
             f"policy.lora.experts: got {lora.experts}, but policy.lora.path {lora.path} has {what} of routed experts"
         ]
     # For a model in Megatron-Core's format, workers compare the factors with the layers.
-    layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
+    tensors = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
+    layers = {named_in(TEXT_MODEL, name): tensor for name, tensor in tensors.items()}
     ranks, others, attention = list[str](), list[str](), set[str]()
     for name, shape in shapes.items():
-        module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        own = named_in(TEXT_MODEL, name.removeprefix(PREFIX))
+        module, _, factor = own.removesuffix(".weight").rpartition(".")
         if module.rpartition(".")[2] in FUSED_MODULES or len(shape) != 2 or factor not in ("lora_A", "lora_B"):
             continue
         size, rank = shape if factor == "lora_B" else shape[::-1]

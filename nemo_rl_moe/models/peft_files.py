@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.vision import VisionFamily
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
 from nemo_rl_moe.models.safetensors_folder import one_line, shown
 
@@ -51,6 +52,9 @@ _CHANGED_BASE = re.compile(r"pissa|olora|loftq|corda|lora_ga")
 _EXPERT = re.compile(
     r"(?P<layer>.*)\.(?P<mlp>\w+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+)\.(?P<factor>lora_[AB])\.weight"
 )
+TEXT_MODEL, VISION_MODEL = "model.", "model.language_model."
+"""Prefixes of a decoder's layers in models of transformers: text models, and models with a vision tower."""
+_DECODER = re.compile(r"\b(?:model\.language_model|language_model\.model|model)\.(?=layers\.)")
 _LAYER = re.compile(r".*layers\.\d+\.")
 _NAMES = {
     "gate": {"router"},
@@ -82,6 +86,19 @@ class ExpertFactor:
     fused: str
     half: int | None
     is_a: bool
+
+
+def named_in(decoder: str, name: str) -> str:
+    """Return a module's or factor's name with `decoder` as prefix of the layers of a decoder.
+
+    Files, transformers' models with a vision tower, and its text models have different prefixes.
+    """
+    return _DECODER.sub(decoder, name)
+
+
+def _modules_of_tower(vision: VisionFamily) -> str:
+    names = sorted({prefix.removesuffix(".").rpartition(".")[2] for prefix in vision.prefixes.values()})
+    return rf"(?:.*\.)?(?:{'|'.join(names)})\..*"
 
 
 def is_of_attention(module: str) -> bool:
@@ -147,7 +164,7 @@ def adapter_config(
         "inference_mode": True,
         "target_modules": sorted(modules) or None,
         # Modules of a vision tower may have the same names.
-        "exclude_modules": None if vision is None else f"(?:{'|'.join(sorted({*vision.prefixes.values()}))}).*",
+        "exclude_modules": None if vision is None else _modules_of_tower(vision),
         "target_parameters": sorted(parameters) or None,
         "rank_pattern": {rf".*\.{parameter}": times * rank for parameter, times in twice.items() if times > 1},
         "alpha_pattern": {rf".*\.{parameter}": times * lora.alpha for parameter, times in twice.items() if times > 1},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.peft_files import is_of_attention
+from nemo_rl_moe.models.peft_files import VISION_MODEL, is_of_attention, named_in
 from tests.support.family_reference import (
     COLUMNS,
     files_beside,
@@ -132,7 +132,8 @@ class PeftModel:
     def __init__(self, base: Any, factors: Mapping[str, Array], scale: float):
         import peft
 
-        self._names = {name: _in_memory(name) for name in factors}
+        decoder = VISION_MODEL if hasattr(base.config, "vision_config") else None
+        self._names = {name: _in_memory(name, decoder) for name in factors}
         experts = {_kind(match.group(2)) for name in factors if (match := _EXPERTS.search(name))}
         routers = any(name.endswith(".weight.lora_A.weight") for name in self._names.values())
         fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -216,9 +217,11 @@ def _is_router(name: str) -> bool:
     return re.search(r"\.(gate|router)\.lora_[AB]\.weight$", name) is not None
 
 
-def _in_memory(name: str) -> str:
-    """Return transformers' name in memory: Mixtral's files have another."""
+def _in_memory(name: str, decoder: str | None) -> str:
+    """Return transformers' name in memory: files of Mixtral and of models with a vision tower have others."""
     name = name.replace("block_sparse_moe.", "mlp.")
+    if decoder is not None:
+        name = named_in(decoder, name)
     return re.sub(r"(\.(?:gate|router))\.(lora_[AB])", r"\1.weight.\2", name) if _is_router(name) else name
 
 

@@ -42,6 +42,10 @@ def _names(place: str, rule: Rule) -> tuple[str, ...]:
     return PLACES[place] or tuple(source.name.removesuffix(".weight").rpartition(".")[2] for source in rule.sources)
 
 
+def _num_tensors(rule: Rule) -> int:
+    return len({source.name for source in rule.sources})
+
+
 def chosen_sources(place: str, rule: Rule, targets: Collection[str]) -> list[str | None]:
     """Return the name of each source tensor of a linear layer's weight, or None for a tensor without an adapter.
 
@@ -50,8 +54,8 @@ def chosen_sources(place: str, rule: Rule, targets: Collection[str]) -> list[str
     names = _names(place, rule)
     all_of_them = ALL_LINEAR in targets and place != "mlp.router"
     chosen: list[str | None] = [name if all_of_them or name in targets else None for name in names]
-    if len(names) > len(rule.sources):
-        return ["gate_up_proj" if any(chosen) else None]
+    if _num_tensors(rule) < len({*names}):
+        return ["gate_up_proj" if any(chosen) else None] * len(rule.sources)
     return chosen
 
 
@@ -70,7 +74,7 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     if not experts and lora.experts != "none":
         problems.append(f"policy.lora.experts: got {lora.experts!r}, expected 'none': {family.name} has no experts")
     fc1 = family.rules.find(f"decoder.layers.0.{ROUTED_EXPERTS}.0.linear_fc1.weight")
-    is_fused = fc1 is not None and len(fc1.sources) == 1
+    is_fused = fc1 is not None and _num_tensors(fc1) == 1
     if is_fused and lora.experts != "none" and len({"gate_proj", "up_proj"} & {*lora.targets}) == 1:
         problems.append(
             f"policy.lora.targets: got one of gate_proj and up_proj, expected both or none: in {family.name} they are "

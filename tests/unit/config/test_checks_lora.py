@@ -97,6 +97,14 @@ def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: 
         ("gpt_oss", {"targets": "[up_proj]"}, "policy.lora.targets: got one of gate_proj and up_proj, expected both"),
         ("gpt_oss", {}, None),
         ("mixtral", {"targets": "[router, down_proj]"}, None),
+        ("qwen3_next", {"targets": "[in_proj_qkvz, in_proj_ba, out_proj, down_proj]"}, None),
+        ("qwen3_5_text", {"targets": "[in_proj_qkv, in_proj_z, in_proj_b, in_proj_a]", "experts": "none"}, None),
+        (
+            "qwen3_next",
+            {"targets": "[in_proj_qkv, down_proj]"},
+            "policy.lora.targets: got 'in_proj_qkv', but Qwen3-Next has no such layer; it has: down_proj, gate_proj,"
+            " in_proj_ba, in_proj_qkvz, ",
+        ),
     ],
 )
 def test_targets_are_layers_of_the_model(model: str, changes: dict[str, Any], said: str | None) -> None:
@@ -108,8 +116,10 @@ def test_targets_are_layers_of_the_model(model: str, changes: dict[str, Any], sa
 
 def test_all_linear_leaves_the_router_alone() -> None:
     from nemo_rl_moe.models.families.linear_targets import PLACES, chosen_sources
+    from nemo_rl_moe.models.families.rules import rule
 
-    chosen = {place: chosen_sources(place, len(names), ["all-linear"]) for place, names in PLACES.items()}
+    rules = {place: rule(*(f"{name}.weight" for name in names or ("in_proj_z",))) for place, names in PLACES.items()}
+    chosen = {place: chosen_sources(place, found, ["all-linear"]) for place, found in rules.items()}
     assert chosen.pop("mlp.router") == [None]
     assert all(all(names) for names in chosen.values())
-    assert chosen_sources("mlp.router", 1, ["all-linear", "router"]) == ["router"]
+    assert chosen_sources("mlp.router", rules["mlp.router"], ["all-linear", "router"]) == ["router"]

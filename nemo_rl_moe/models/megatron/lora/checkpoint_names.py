@@ -32,7 +32,7 @@ def _sharded(factor: Factor) -> ShardedTensor | ShardedTensorFactory:
         *_offsets(factor),
         replica_id=_replica(factor),
     )
-    return in_sections(found, factor.sections) if len(factor.sections) > 1 else found
+    return in_sections(found, factor.sections, int(factor.is_stacked)) if len(factor.sections) > 1 else found
 
 
 def _offsets(factor: Factor) -> Iterator[tuple[int, int, int]]:
