@@ -33,16 +33,20 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
     if lora.path is None:
         return []
     folder = folder_of_peft(Path(lora.path))
-    own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha}
+    own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if holds_megatron_weights(folder):
-        described = section_of_checkpoint(folder)
+        described = {"use_rslora": False, **section_of_checkpoint(folder)}
         own |= {"experts": lora.experts, "targets": sorted(lora.targets)}
         expected = {name: described.get(name) for name in own} | {"targets": sorted(described.get("targets", ()))}
         if "all-linear" in [*lora.targets, *described.get("targets", ())]:
             del expected["targets"]  # the names may mean all layers: workers compare the factors
     else:
         content = read_adapter_config(folder)
-        expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
+        expected = {
+            "rank": content["r"],
+            "alpha": content["lora_alpha"],
+            "use_rslora": bool(content.get("use_rslora")),
+        }
         if not (folder / WEIGHTS_FILE).is_file():
             return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
     if problems := [

@@ -45,6 +45,7 @@ def lora(experts: str = "per_expert", targets: Sequence[str] = ("all-linear",), 
     fields = {
         "rank": RANK,
         "alpha": 5.0,
+        "use_rslora": False,
         "targets": list(targets),
         "dropout": 0.0,
         "experts": experts,
@@ -57,6 +58,8 @@ def lora(experts: str = "per_expert", targets: Sequence[str] = ("all-linear",), 
 def _text(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 

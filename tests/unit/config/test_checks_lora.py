@@ -17,7 +17,7 @@ OVERLAPPING = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_para
 
 def lora(**changes: Any) -> str:
     fields = {"rank": 4, "alpha": 8.0, "targets": "[all-linear]", "dropout": 0.0, "experts": "per_expert"}
-    values = {**fields, "init": "kaiming", "path": "null", **changes}
+    values = {**fields, "use_rslora": "false", "init": "kaiming", "path": "null", **changes}
     return f"policy.lora={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_target_is_named(problems_of: Problems, targets: str, meant: 
 @pytest.mark.parametrize("name", ["r", "use_dora"])
 def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: str) -> None:
     assert problems_of(lora(), f"+policy.lora.{name}=8") == [
-        f"policy.lora.{name}: unknown key; allowed here: rank, alpha, targets, dropout, experts, init, path"
+        f"policy.lora.{name}: unknown key; allowed here: rank, alpha, use_rslora, targets, dropout, experts, init, path"
     ]
 
 

@@ -138,6 +138,7 @@ def float32_gradient_bytes(trainer: MegatronTrainer) -> int:
 BF16 = {"precision": "bfloat16"}
 WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
 WITH_ROUTER = ("all-linear", "router")
+ONE_INPUT = ("in_proj_ba", "out_proj", "q_proj")
 DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
 LATENT, LATENT_KEYS = {"family": "deepseek_v3"}, {"family": "deepseek_v2"}
 BIASES_AND_SINKS = {"family": "gpt_oss"}
@@ -161,6 +162,8 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "adapters, latents, shared by experts": (2, {"tp": 2}, LATENT, BF16 | ZERO_1 | lora("shared", WITH_ROUTER)),
     "adapters, biases": (2, {"ep": 2}, BIASES_AND_SINKS, WHOLE | lora("per_expert")),
     "adapters, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | ZERO_1 | lora("per_expert", ("down_proj", "v_proj"))),
+    "adapters, gated delta nets": (2, {"tp": 2}, {"family": "qwen3_5_moe_text"}, WHOLE | lora("per_expert")),
+    "adapters, delta nets by key head": (2, {"pp": 2}, {"family": "qwen3_next"}, WHOLE | lora("none", ONE_INPUT)),
     "shared experts": (
         2,
         {"tp": 2},

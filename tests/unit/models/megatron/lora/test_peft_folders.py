@@ -78,9 +78,11 @@ def peft_writes_and_we_read(name: str, policy: PolicyConfig, root: str) -> tuple
     mlps = {path for path, module in base.named_modules() if ".mlp." in path and isinstance(module, torch.nn.Linear)}
     mlps = {path for path in mlps if not path.endswith(("gate", "router"))}  # the gate of shared experts too
     parameters = [f"{path}.weight" for path in mlps] if has_experts else []
+    assert policy.lora is not None
     settings = peft.LoraConfig(
         r=RANK,
         lora_alpha=5.0,
+        use_rslora=policy.lora.use_rslora,
         target_modules=attention if has_experts else [*attention, *{path.rpartition(".")[2] for path in mlps}],
         target_parameters=[*parameters, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if has_experts else None,
     )
@@ -141,6 +143,18 @@ def test_what_peft_writes_is_read(name: str, tmp_path: Path) -> None:
     assert found.experts == ("none" if name in DENSE else "per_expert")
 
 
+def test_the_scale_of_rank_stabilized_adapters_is_written_and_read(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    policy = tiny_policy(1, **lora("per_expert", use_rslora=True))
+    ((written, expected),) = run_ranks(we_write_and_peft_reads, 1, "qwen3_moe", policy, str(ours), "fused")
+    assert np.abs(written - expected).max() < TOLERANCE
+    found = lora_of_folder(ours / "adapter")
+    assert (found.use_rslora, found.alpha, found.scale) == (True, 5.0, 2.5)
+    policy = tiny_policy(1, **lora("per_expert", use_rslora=True, path=str(theirs / "adapter")))
+    ((read, expected),) = run_ranks(peft_writes_and_we_read, 1, "qwen3_moe", policy, str(theirs))
+    assert np.abs(read - expected).max() < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", full("qwen3_moe")])
 def test_every_layout_writes_and_reads_the_same(name: str, tmp_path: Path) -> None:
     policy = tiny_policy(1, **lora("per_expert"))
@@ -171,7 +185,8 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
     ("changes", "said"),
     [
         ({"use_dora": True}, "use_dora: got True, supported: False"),
-        ({"use_rslora": True}, "use_rslora"),
+        ({"use_rslora": True}, "policy.lora.use_rslora: got False, expected True"),
+        ({"use_rslora": "yes"}, "use_rslora: got yes, supported: False"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "which changes the base model"),
         ({"r": 8}, "policy.lora.rank: got 4, expected 8"),
@@ -300,6 +315,10 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     [
         ({"alpha_pattern": {"q_proj": 20}}, "layers q_proj have rank 4 and alpha 20 (rank_pattern, alpha_pattern)"),
         ({"rank_pattern": {"q_proj": 8}}, "layers q_proj have rank 8 and alpha 5.0"),
+        (
+            {"rank_pattern": {"q_proj": 16}, "alpha_pattern": {"q_proj": 20}, "use_rslora": True},
+            "expected the same scale (alpha over the root of rank) for all layers",
+        ),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern: got ['q_proj'], expected an object of numbers above 0"),
     ],
     ids=str,
@@ -312,6 +331,8 @@ def test_adapters_of_several_scales_are_refused(changes: dict[str, Any], said: s
 
 def test_patterns_that_keep_the_scale_are_read(tmp_path: Path) -> None:
     assert read_adapter_config(_folder(tmp_path, rank_pattern={"x": 8}, alpha_pattern={"x": 10}))["r"] == 4
+    changes = {"rank_pattern": {"x": 16}, "alpha_pattern": {"x": 10}, "use_rslora": True}
+    assert read_adapter_config(_folder(tmp_path, **changes))["use_rslora"] is True
 
 
 @pytest.mark.parametrize("kind", ["pipe", "deep"])
