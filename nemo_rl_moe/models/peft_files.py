@@ -224,13 +224,13 @@ def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: got {shown(found)}, expected an object of numbers above 0"
             return
     rank, alpha, use_rslora = content["r"], content["lora_alpha"], bool(content.get("use_rslora"))
-    scale = lora_scale(alpha, rank, use_rslora=use_rslora)
+    scale, denominator = lora_scale(alpha, rank, use_rslora=use_rslora), "the root of rank" if use_rslora else "rank"
     for layers in dict.fromkeys((*ranks, *alphas)):
         own_rank, own_alpha = ranks.get(layers, rank), alphas.get(layers, alpha)
         if not math.isclose(lora_scale(own_alpha, own_rank, use_rslora=use_rslora), scale):
             yield (
                 f"layers {shown(layers)} have rank {own_rank} and alpha {own_alpha} (rank_pattern, alpha_pattern), but"
-                f" all others {rank} and {alpha}; expected the same scale (alpha over {'the root of ' if use_rslora else ''}rank) for all layers"
+                f" all others {rank} and {alpha}; expected the same scale (alpha over {denominator}) for all layers"
             )
 
 

@@ -44,7 +44,9 @@ class FactorPart:
         if factor.cut is None:
             return full
         sections = full.split([size * base.num_shards for size in factor.sections], factor.cut)
-        return torch.cat([section.chunk(base.num_shards, factor.cut)[base.shard_rank] for section in sections], factor.cut)
+        return torch.cat(
+            [section.chunk(base.num_shards, factor.cut)[base.shard_rank] for section in sections], factor.cut
+        )
 
 
 def factor_parts(chunks: Sequence[nn.Module]) -> Iterator[FactorPart]:

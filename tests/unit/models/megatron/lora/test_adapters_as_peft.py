@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits, loss and gradients of adapters are those of peft on transformers' model; merged weights give the same."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
+from nemo_rl_moe.models.megatron.lora.adapter import Adapter, Factor
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import Array, Comparison, Factors, compare_with_peft, plain_policy
 from tests.support.quick_list import some_of
@@ -40,7 +45,7 @@ FAMILIES = (
 )
 
 DENSE = ("llama", "qwen3_5_text")
-ONE_OF_A_NET = tuple((f"in_proj_{name}",) for name in ("qkv", "z", "b", "a")) + (("out_proj",),)
+ONE_OF_A_NET = tuple((name,) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"))
 
 
 def _cases() -> list[tuple[str, str, tuple[str, ...], str]]:
@@ -48,7 +53,7 @@ def _cases() -> list[tuple[str, str, tuple[str, ...], str]]:
     cases += [(name, "none", ALL, "auto") for name in DENSE]
     cases += [(name, "per_expert", ALL, "local") for name in ("qwen3_next", "qwen3_5_moe_text")]
     cases += [("qwen3_5_moe_text", "none", targets, "auto") for targets in ONE_OF_A_NET]
-    cases += [ ("qwen3_moe", "none", ("q_proj", "v_proj"), "auto")]
+    cases += [("qwen3_moe", "none", ("q_proj", "v_proj"), "auto")]
     cases += [(name, "none", WITH_ROUTER, "auto") for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")]
     cases += [("qwen3_moe", "per_expert", ("down_proj",), "auto"), ("qwen3_moe", "per_expert", ALL, "local")]
     cases += [("qwen3_moe", "per_expert", ("gate_proj", "up_proj"), "auto"), ("deepseek_v3", "shared", ALL, "local")]
@@ -100,6 +105,46 @@ def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: 
 def test_delta_nets_as_peft_in_layouts(name: str, changes: dict[str, Any], folders: Path) -> None:
     world_size = 2 if "sequence_parallel" in changes else 1
     assert_as_peft(name, compared(name, folders, "per_expert", WITH_ROUTER, world_size=world_size, **changes))
+
+
+def decays_in_place_of_rates(adapter: Adapter) -> torch.Tensor:
+    joined = UP(adapter)
+    if adapter.base.names[-1] != "in_proj_a":
+        return joined
+    *others, rates, decays = joined.split([len(joined) - 4, 2, 2])
+    return torch.cat([*others, decays, rates])
+
+
+def doubled(adapter: Adapter, inputs: torch.Tensor) -> torch.Tensor:
+    return 2 * OF_LINEAR(adapter, inputs)
+
+
+def cut_as_one_section(adapter: Adapter) -> Iterator[Factor]:
+    for factor in FACTORS(adapter):
+        yield replace(factor, sections=(sum(factor.sections),))
+
+
+UP, OF_LINEAR, FACTORS = Adapter.up, Adapter.of_linear, Adapter.factors
+FAULTS: dict[str, tuple[str, Any]] = {
+    "swapped projections": ("up", decays_in_place_of_rates),
+    "another scale": ("of_linear", doubled),
+    "queries, keys and values cut as one": ("factors", cut_as_one_section),
+}
+
+
+def compare_with_fault(fault: str, *arguments: Any) -> Comparison | None:
+    method, faulty = FAULTS[fault]
+    with mock.patch.object(Adapter, method, faulty):
+        return compare_with_peft(*arguments)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_adapters_of_delta_nets_shows_beside_peft(fault: str, folders: Path) -> None:
+    policy = plain_policy("per_expert", world_size=2, **layout(tp=2))
+    found = run_ranks(compare_with_fault, 2, fault, "qwen3_5_moe_text", policy, str(folders))[0]
+    assert isinstance(found, Comparison)
+    assert largest(found.ours.logits, found.peft.logits) > 1e-2
+    assert largest_of(found.ours.gradients, found.peft.gradients) > 1e-2
 
 
 def assert_as_peft(name: str, found: Comparison) -> None:

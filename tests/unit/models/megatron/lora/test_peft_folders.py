@@ -125,7 +125,9 @@ def tolerance_of(name: str) -> float:
     return OF_DELTA_NETS if name.startswith(("qwen3_next", "qwen3_5")) else TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "experts", "form"), some_of([*WRITTEN, *((name, "none", "per_expert") for name in DENSE)], 4))
+@pytest.mark.parametrize(
+    ("name", "experts", "form"), some_of([*WRITTEN, *((name, "none", "per_expert") for name in DENSE)], 4)
+)
 def test_peft_reads_what_is_written(name: str, experts: str, form: str, tmp_path: Path) -> None:
     policy = tiny_policy(1, **lora(experts))
     ((ours, theirs),) = run_ranks(we_write_and_peft_reads, 1, name, policy, str(tmp_path), form)
