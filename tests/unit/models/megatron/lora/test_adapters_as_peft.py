@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits, loss and gradients of adapters are those of peft on transformers' model; merged weights give the same."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,8 @@ def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: 
 )
 def test_delta_nets_as_peft_in_layouts(name: str, changes: dict[str, Any], folders: Path) -> None:
     world_size = 2 if "sequence_parallel" in changes else 1
-    assert_as_peft(name, compared(name, folders, "per_expert", WITH_ROUTER, world_size=world_size, **changes))
+    found = compared(name, folders, "per_expert", WITH_ROUTER, world_size=world_size, **changes)
+    assert_as_peft(name, found, [key for key, value in changes.items() if value])
 
 
 def decays_in_place_of_rates(adapter: Adapter) -> torch.Tensor:
@@ -147,17 +148,18 @@ def test_a_fault_of_adapters_of_delta_nets_shows_beside_peft(fault: str, folders
     assert largest_of(found.ours.gradients, found.peft.gradients) > 1e-2
 
 
-def assert_as_peft(name: str, found: Comparison) -> None:
+def assert_as_peft(name: str, found: Comparison, changes: Sequence[str] = ()) -> None:
     base = largest(found.base, found.ours_without)
     assert base < (ROUNDING if name.startswith(("qwen3_next", "qwen3_5")) else TOLERANCE)
     logits = largest(found.ours.logits, found.peft.logits)
     floor = largest_of(found.peft_again.gradients, found.peft.gradients)
-    print(f"{logits:.1e} {base:.1e} {largest_of(found.ours.gradients, found.peft.gradients):.1e} {floor:.1e}")
+    gradients = largest_of(found.ours.gradients, found.peft.gradients)
+    print(f"| `{name}` | {', '.join(changes) or 'one'} | {logits:.1e} | {base:.1e} | {gradients:.1e} | {floor:.1e} |")
     assert logits < max(TOLERANCE, 2 * base)
     assert abs(found.ours.loss - found.peft.loss) < TOLERANCE
     assert found.ours.gradients.keys() == found.peft.gradients.keys()
     for parameter, gradient in found.peft.gradients.items():
         assert np.abs(gradient).max() > 10 * TOLERANCE, parameter  # there is something to compare
-    assert largest_of(found.ours.gradients, found.peft.gradients) < max(TOLERANCE, OTHER_CHUNKS * floor)
+    assert gradients < max(TOLERANCE, OTHER_CHUNKS * floor)
     assert largest(found.merged, found.ours.logits) < ROUNDING
     assert largest(found.base, found.merged) > 0.05
