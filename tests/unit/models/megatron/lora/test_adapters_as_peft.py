@@ -91,6 +91,7 @@ def test_as_peft(name: str, experts: str, targets: tuple[str, ...], layer_spec: 
     "changes",
     some_of(
         [
+            {},
             layout(tp=2),
             layout(pp=2),
             layout(ep=2),
