@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of a vision-language model's decoder beside peft on transformers' model, with images, in each layout."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, write_adapter
+from nemo_rl_moe.models.peft_files import WEIGHTS_FILE
 from tests.support.family_reference import trainer_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import PeftModel, factors_of_ranks, lora, plain_policy, set_random
@@ -112,7 +115,17 @@ def test_as_peft_with_images(name: str, world_size: int, changes: dict[str, Any]
     print(f"{name}, {changes}: " + ", ".join(f"{what} {value:.1e}" for what, value in found.items()))
     assert found.pop("base") > 0.05, "the adapter changes the outputs"
     assert max(found.values()) < TOLERANCE
-    again = plain_policy(experts, **lora(experts, path=str(tmp_path / "adapter")))
-    (read,) = run_ranks(differences, 1, name, again, str(tmp_path))
-    assert read is not None
-    assert read["written"] < TOLERANCE
+    for folder in (tmp_path / "adapter", as_of_text_model(tmp_path / "adapter")):
+        again = plain_policy(experts, **lora(experts, path=str(folder)))
+        (read,) = run_ranks(differences, 1, name, again, str(tmp_path))
+        assert read is not None
+        assert read["written"] < TOLERANCE
+
+
+def as_of_text_model(adapter: Path) -> Path:
+    """Write the adapter with the names of transformers' class for text alone."""
+    folder = adapter.with_name("of_text_model")
+    shutil.copytree(adapter, folder)
+    named = {name.replace(".language_model.", "."): each for name, each in load_file(folder / WEIGHTS_FILE).items()}
+    save_file(named, folder / WEIGHTS_FILE)
+    return folder
