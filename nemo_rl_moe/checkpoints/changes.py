@@ -50,6 +50,7 @@ _WRONG_TO_CHANGE_EVERYWHERE = {
     "policy.lora": _OTHER_ADAPTERS,
     "policy.lora.rank": _OTHER_ADAPTERS,
     "policy.lora.alpha": _OTHER_ADAPTERS,
+    "policy.lora.use_rslora": _OTHER_ADAPTERS,
     "policy.lora.targets*": _OTHER_ADAPTERS,
     "policy.lora.experts": _OTHER_ADAPTERS,
 }
@@ -73,6 +74,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     """
     renamed = {new_key(key) or key: value for key, value in _as_texts(before).items()}
     old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in renamed.items()}
+    if "policy.lora.alpha" in old:  # earlier releases had only this scale
+        old.setdefault("policy.lora.use_rslora", _shown(False))
     new = _as_texts(now)
     gone = {key for key, value in old.items() if value == _shown(None)} - new.keys()
     return {

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `policy.lora` section: low-rank adapters of frozen weights (Hu et al. 2021, LoRA)."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -19,6 +20,13 @@ LoraTarget = Literal[
     "q_b_proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
     "gate_proj",
     "up_proj",
     "down_proj",
@@ -29,14 +37,21 @@ Rank = Annotated[int, Field(gt=0, le=4096)]
 Alpha = Annotated[float, Field(gt=0, le=1_000_000)]
 
 
+def lora_scale(alpha: float, rank: float, *, use_rslora: bool) -> float:
+    """Return the factor of the product `B A` of matrices of this rank."""
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
 class LoraConfig(StrictModel):
-    """Low-rank adapters of frozen weights. Only the adapters are trained and saved: `W x + alpha / rank * B A x`, with
-    `A` `[rank, inputs]` and `B` `[outputs, rank]`."""
+    """Low-rank adapters of frozen weights. Only the adapters are trained and saved: `W x + scale * B A x`, with `A`
+    `[rank, inputs]` and `B` `[outputs, rank]`."""
 
     rank: Rank
     """Number of rows of `A` and of columns of `B`."""
     alpha: Alpha
-    """Scale: the product `B A` is multiplied by `alpha / rank`."""
+    """Numerator of the scale, which multiplies the product `B A`."""
+    use_rslora: bool
+    """Denominator of the scale. false: `rank`. true: the square root of `rank` (rank-stabilized LoRA)."""
     targets: Annotated[list[LoraTarget], Field(min_length=1)]
     """Layers with an adapter, by the names of their modules in transformers. `all-linear`: all linear layers except
     routers and the output layer. gate_proj, up_proj and down_proj apply to dense layers, shared experts and, depending
@@ -55,4 +70,4 @@ class LoraConfig(StrictModel):
     @property
     def scale(self) -> float:
         """Factor of the product `B A`."""
-        return self.alpha / self.rank
+        return lora_scale(self.alpha, self.rank, use_rslora=self.use_rslora)

@@ -240,6 +240,10 @@ class FreezeConfig(StrictModel):
     """Whether the decoder is frozen, with its embeddings, experts, routers and expert bias."""
 
 
+BASE_OF_ADAPTERS = FreezeConfig(vision_tower=True, projector=True, language_model=True)
+"""Frozen parts if adapters are trained."""
+
+
 def sequence_multiple(context_parallel_size: int) -> int:
     """Return the multiple to which the length of a row or packed sequence is padded: twice the number of ranks that
     share the sequence, or 1 if one rank has it."""
@@ -286,6 +290,11 @@ class PolicyConfig(StrictModel):
     """Train low-rank adapters on frozen weights. null: train the weights."""
     megatron_cfg: MegatronConfig
     """Layout and training of the model in Megatron-Core."""
+
+    @property
+    def frozen_parts(self) -> FreezeConfig:
+        """Parts whose own weights are not trained."""
+        return self.freeze if self.lora is None else BASE_OF_ADAPTERS
 
 
 class RoleParallelConfig(StrictModel):

@@ -13,9 +13,12 @@ from nemo_rl_moe.models.peft_files import (
     CONFIG_FILE,
     FUSED_MODULES,
     PREFIX,
+    TEXT_MODEL,
     WEIGHTS_FILE,
     factor_shapes,
     folder_of_peft,
+    is_of_attention,
+    named_in,
     read_adapter_config,
     section_of_checkpoint,
 )
@@ -30,16 +33,20 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
     if lora.path is None:
         return []
     folder = folder_of_peft(Path(lora.path))
-    own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha}
+    own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if holds_megatron_weights(folder):
-        described = section_of_checkpoint(folder)
+        described = {"use_rslora": False, **section_of_checkpoint(folder)}
         own |= {"experts": lora.experts, "targets": sorted(lora.targets)}
         expected = {name: described.get(name) for name in own} | {"targets": sorted(described.get("targets", ()))}
         if "all-linear" in [*lora.targets, *described.get("targets", ())]:
             del expected["targets"]  # the names may mean all layers: workers compare the factors
     else:
         content = read_adapter_config(folder)
-        expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
+        expected = {
+            "rank": content["r"],
+            "alpha": content["lora_alpha"],
+            "use_rslora": bool(content.get("use_rslora")),
+        }
         if not (folder / WEIGHTS_FILE).is_file():
             return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
     if problems := [
@@ -63,25 +70,27 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
             f"policy.lora.experts: got {lora.experts}, but policy.lora.path {lora.path} has {what} of routed experts"
         ]
     # For a model in Megatron-Core's format, workers compare the factors with the layers.
-    layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
+    tensors = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
+    layers = {named_in(TEXT_MODEL, name): tensor for name, tensor in tensors.items()}
     ranks, others, attention = list[str](), list[str](), set[str]()
     for name, shape in shapes.items():
-        module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        own = named_in(TEXT_MODEL, name.removeprefix(PREFIX))
+        module, _, factor = own.removesuffix(".weight").rpartition(".")
         if module.rpartition(".")[2] in FUSED_MODULES or len(shape) != 2 or factor not in ("lora_A", "lora_B"):
             continue
         size, rank = shape if factor == "lora_B" else shape[::-1]
         if rank != lora.rank:
             ranks.append(f"{name} {rank}")
         layer = layers.get(f"{module}.weight")
-        attention |= {module} if ".self_attn." in module else set()
+        attention |= {module} if is_of_attention(module) else set()
         if layer is not None and layer.shape[factor == "lora_A"] != size:
             others.append(f"{name} has the shape {list(shape)}, and its layer {list(layer.shape)}")
-        elif layer is None and layers and ".self_attn." in module:
+        elif layer is None and layers and is_of_attention(module):
             others.append(f"{name} has no layer")
     kinds = {module.rpartition(".")[2] for module in attention}
     lacking = sorted(
         module
-        for module in (name.removesuffix(".weight") for name in layers if ".self_attn." in name)
+        for module in (name.removesuffix(".weight") for name in layers if is_of_attention(name))
         if module.rpartition(".")[2] in kinds and module not in attention
     )
     return [

@@ -12,6 +12,7 @@ Factors of experts have two forms:
 
 import errno
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from nemo_rl_moe.config.schema_lora import LoraConfig
+from nemo_rl_moe.config.schema_lora import LoraConfig, lora_scale
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.vision import VisionFamily
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
 from nemo_rl_moe.models.safetensors_folder import one_line, shown
 
@@ -44,13 +46,16 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "trainable_token_indices": (None,),
     "use_dora": (False, None),
-    "use_rslora": (False, None),
+    "use_rslora": (False, True, None),
 }
 # These initializations subtract the adapter from the base. The base then differs from the model in its folder.
 _CHANGED_BASE = re.compile(r"pissa|olora|loftq|corda|lora_ga")
 _EXPERT = re.compile(
     r"(?P<layer>.*)\.(?P<mlp>\w+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+)\.(?P<factor>lora_[AB])\.weight"
 )
+TEXT_MODEL, VISION_MODEL = "model.", "model.language_model."
+"""Prefixes of a decoder's layers in models of transformers: text models, and models with a vision tower."""
+_DECODER = re.compile(r"\b(?:model\.language_model|language_model\.model|model)\.(?=layers\.)")
 _LAYER = re.compile(r".*layers\.\d+\.")
 _NAMES = {
     "gate": {"router"},
@@ -84,6 +89,24 @@ class ExpertFactor:
     is_a: bool
 
 
+def named_in(decoder: str, name: str) -> str:
+    """Return a module's or factor's name with `decoder` as prefix of the layers of a decoder.
+
+    Files, transformers' models with a vision tower, and its text models have different prefixes.
+    """
+    return _DECODER.sub(decoder, name)
+
+
+def _modules_of_tower(vision: VisionFamily) -> str:
+    names = sorted({prefix.removesuffix(".").rpartition(".")[2] for prefix in vision.prefixes.values()})
+    return rf"(?:.*\.)?(?:{'|'.join(names)})\..*"
+
+
+def is_of_attention(module: str) -> bool:
+    """Return whether a module of transformers belongs to a layer's attention or gated delta net."""
+    return ".self_attn." in module or ".linear_attn." in module
+
+
 def expert_factor(name: str) -> ExpertFactor | None:
     """Return a factor's parsed name, or None if the factor does not belong to a routed expert."""
     match = _EXPERT.fullmatch(name)
@@ -111,7 +134,9 @@ def adapter_config(
     modules: set[str] = set()
     parameters: set[str] = set()
     fused: dict[str, set[int | None]] = {}
-    has_experts = family_of(hf_config).rules.find("decoder.layers.0.mlp.experts.0.linear_fc1.weight") is not None
+    family = family_of(hf_config)
+    vision = family.vision
+    has_experts = family.rules.find("decoder.layers.0.mlp.experts.0.linear_fc1.weight") is not None
     for name in names:
         module = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")[0]
         leaf = module.rpartition(".")[2]
@@ -121,12 +146,12 @@ def adapter_config(
                 modules.add(leaf)
         elif leaf in ("gate", "router"):
             parameters.add(f"{_LAYER.sub('', module).replace('block_sparse_moe', 'mlp')}.weight")
-        elif has_experts and ".self_attn." not in module:
+        elif has_experts and not is_of_attention(module):
             # In a model with experts, peft applies an MLP's module names to the experts.
             parameters.add(f"{module}.weight")
         else:
             modules.add(leaf)
-    twice = {parameter: len(halves) for parameter, halves in fused.items()}
+    ranks = {rf".*\.{parameter}": len(halves) * rank for parameter, halves in fused.items() if len(halves) > 1}
     if form == "fused":
         parameters |= {f"mlp.experts.{parameter}" for parameter in fused}
     return {
@@ -135,13 +160,18 @@ def adapter_config(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
         "target_modules": sorted(modules) or None,
+        # Modules of a vision tower may have the same names.
+        "exclude_modules": None if vision is None else _modules_of_tower(vision),
         "target_parameters": sorted(parameters) or None,
-        "rank_pattern": {rf".*\.{parameter}": times * rank for parameter, times in twice.items() if times > 1},
-        "alpha_pattern": {rf".*\.{parameter}": times * lora.alpha for parameter, times in twice.items() if times > 1},
+        "rank_pattern": ranks,
+        "alpha_pattern": {
+            name: lora.scale / lora_scale(1.0, each, use_rslora=lora.use_rslora) for name, each in ranks.items()
+        },
     }
 
 
@@ -185,7 +215,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each pattern of layers whose scale (alpha over rank) differs from the scale of other layers."""
+    """Yield a line for each pattern of layers whose scale (`lora_scale`) differs from the scale of other layers."""
     ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
     for name, found in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(found, Mapping) or not all(
@@ -193,13 +223,14 @@ def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
         ):
             yield f"{name}: got {shown(found)}, expected an object of numbers above 0"
             return
-    rank, alpha = content["r"], content["lora_alpha"]
+    rank, alpha, use_rslora = content["r"], content["lora_alpha"], bool(content.get("use_rslora"))
+    scale, denominator = lora_scale(alpha, rank, use_rslora=use_rslora), "the root of rank" if use_rslora else "rank"
     for layers in dict.fromkeys((*ranks, *alphas)):
         own_rank, own_alpha = ranks.get(layers, rank), alphas.get(layers, alpha)
-        if own_alpha * rank != alpha * own_rank:
+        if not math.isclose(lora_scale(own_alpha, own_rank, use_rslora=use_rslora), scale):
             yield (
                 f"layers {shown(layers)} have rank {own_rank} and alpha {own_alpha} (rank_pattern, alpha_pattern), but"
-                f" all others {rank} and {alpha}; expected the same scale (alpha over rank) for all layers"
+                f" all others {rank} and {alpha}; expected the same scale (alpha over {denominator}) for all layers"
             )
 
 
@@ -235,12 +266,13 @@ def lora_of_folder(folder: Path) -> LoraConfig:
     """Return the section `policy.lora` of a peft adapter, or of a run's weights or checkpoint."""
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
-        return _checked({**section_of_checkpoint(folder), "path": None}, folder)
+        return _checked({"use_rslora": False, **section_of_checkpoint(folder), "path": None}, folder)
     content = read_adapter_config(folder)
     names = factor_shapes(folder)
     section = {
         "rank": content["r"],
         "alpha": float(content["lora_alpha"]),
+        "use_rslora": bool(content.get("use_rslora")),
         "targets": sorted(_targets(names, content.get("target_parameters") or ())),
         "dropout": 0.0,
         "experts": "per_expert" if any(".experts." in name for name in names) else "none",

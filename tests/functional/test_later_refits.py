@@ -16,7 +16,8 @@ pytestmark = pytest.mark.shared_ray
 
 
 def test_weights_without_an_adapter_are_sent_once(tmp_path: Path) -> None:
-    lora = "{rank: 4, alpha: 8, targets: [q_proj], dropout: 0.0, experts: none, init: kaiming, path: null}"
+    scale = "rank: 4, alpha: 8, use_rslora: false"
+    lora = f"{{{scale}, targets: [q_proj], dropout: 0.0, experts: none, init: kaiming, path: null}}"
     with started(configuration(tmp_path, 2, f"policy.lora={lora}")) as (policy, engine, _):
         sizes = []
         for whole in (False, False, True, False):

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.shared_ray
 LORA = {
     "rank": 4,
     "alpha": 8.0,
+    "use_rslora": False,
     "targets": ["all-linear"],
     "dropout": 0.0,
     "experts": "per_expert",

@@ -77,7 +77,10 @@ def dpo(folder: Path, data: Path) -> Algorithm:
     return Algorithm("dpo", dpo_runs.EXEMPLAR, settings)
 
 
-LORA = "policy.lora={rank: 4, alpha: 8.0, targets: [all-linear], dropout: %s, experts: %s, init: kaiming, path: null}"
+LORA = (
+    "policy.lora={rank: 4, alpha: 8.0, use_rslora: false, targets: [all-linear], dropout: %s, experts: %s,"
+    " init: kaiming, path: null}"
+)
 
 
 def sft_of_adapters(folder: Path, data: Path) -> Algorithm:

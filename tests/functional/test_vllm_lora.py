@@ -32,7 +32,15 @@ def overrides(folder: Path, data: Path, **lora: Any) -> list[str]:
     return grpo_runs.settings(
         folder,
         data,
-        policy__lora={"rank": 4, "alpha": 8.0, "dropout": 0.0, "init": "kaiming", "path": None, **lora},
+        policy__lora={
+            "rank": 4,
+            "alpha": 8.0,
+            "use_rslora": False,
+            "dropout": 0.0,
+            "init": "kaiming",
+            "path": None,
+            **lora,
+        },
         grpo__max_num_steps=NUM_STEPS,
         policy__megatron_cfg__optimizer__lr=0.01,
         checkpointing__enabled=False,

@@ -5,20 +5,24 @@
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.peft_files import VISION_MODEL, is_of_attention, named_in
 from tests.support.family_reference import (
     COLUMNS,
     files_beside,
+    has_delta_nets,
+    other_chunks,
     outputs_of_trainer,
     read_model,
     reference_outputs,
@@ -41,6 +45,7 @@ def lora(experts: str = "per_expert", targets: Sequence[str] = ("all-linear",), 
     fields = {
         "rank": RANK,
         "alpha": 5.0,
+        "use_rslora": False,
         "targets": list(targets),
         "dropout": 0.0,
         "experts": experts,
@@ -53,14 +58,21 @@ def lora(experts: str = "per_expert", targets: Sequence[str] = ("all-linear",), 
 def _text(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 
-def pieces(chunks: Any) -> Iterator[Any]:
-    """Yield the `ShardedTensor` of each factor of this rank; its `data` is the parameter."""
+def pieces(chunks: Any, *, gradients: bool = False) -> Iterator[Any]:
+    """Yield a `ShardedTensor` of each section of each factor of this rank; its `data` is the parameter or gradient."""
     from nemo_rl_moe.models.megatron.lora.checkpoint_names import sharded_adapters
 
-    yield from sharded_adapters(chunks).values()
+    for sharded in sharded_adapters(chunks).values():
+        values = sharded.data.main_grad if gradients else sharded.data.data
+        if hasattr(sharded, "build_fn"):
+            yield from sharded.build_fn(sharded.key, values, sharded.replica_id, None)
+        else:
+            yield replace(sharded, data=values)
 
 
 def _place(piece: Any) -> tuple[slice, ...]:
@@ -85,9 +97,9 @@ def local_factors(chunks: Any, *, gradients: bool = False) -> list[tuple[str, tu
             piece.key.removeprefix("base_model.model."),
             tuple(piece.global_shape),
             _place(piece),
-            (piece.data.main_grad if gradients else piece.data).detach().float().numpy().copy(),
+            piece.data.detach().float().numpy().copy(),
         )
-        for piece in pieces(chunks)
+        for piece in pieces(chunks, gradients=gradients)
     ]
 
 
@@ -105,20 +117,26 @@ def whole_factors(of_ranks: Sequence[Sequence[tuple[str, tuple[int, ...], Any, A
     return found
 
 
+def factors_of_ranks(chunks: Any, *, gradients: bool = False) -> Factors:
+    """Return whole factors, or their gradients. Every rank calls it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, local_factors(chunks, gradients=gradients))
+    return whole_factors(found)
+
+
 class PeftModel:
-    """transformers' model of a folder with peft's adapters: the same layers as this project's, the same values.
+    """A model of transformers with peft's adapters: the same layers as this project's, the same values.
 
     Args:
-        folder: A Hugging Face folder.
         factors: This project's.
         scale: Factor of the products.
     """
 
-    def __init__(self, folder: Path, factors: Mapping[str, Array], scale: float):
+    def __init__(self, base: Any, factors: Mapping[str, Array], scale: float):
         import peft
 
-        base = read_model(folder)
-        self._names = {name: _in_memory(name) for name in factors}
+        decoder = VISION_MODEL if hasattr(base.config, "vision_config") else None
+        self._names = {name: _in_memory(name, decoder) for name in factors}
         experts = {_kind(match.group(2)) for name in factors if (match := _EXPERTS.search(name))}
         routers = any(name.endswith(".weight.lora_A.weight") for name in self._names.values())
         fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -129,10 +147,10 @@ class PeftModel:
             for name in factors
             if name.endswith(".lora_A.weight") and not _EXPERTS.search(name) and not _is_router(name)
         }
-        if experts or hasattr(base.config, "num_experts_per_tok"):
+        if experts or hasattr(base.config.get_text_config(), "num_experts_per_tok"):
             # peft takes an MLP's names in a model with experts for those of the experts.
-            parameters += [f"{name}.weight" for name in modules if ".self_attn." not in name]
-            modules = {name for name in modules if ".self_attn." in name}
+            parameters += [f"{name}.weight" for name in modules if not is_of_attention(name)]
+            modules = {name for name in modules if is_of_attention(name)}
         twice = 2 if {"gate_proj", "up_proj"} <= experts else 1
         config = peft.LoraConfig(
             r=RANK,
@@ -168,7 +186,7 @@ class PeftModel:
 
     @property
     def _num_experts(self) -> int:
-        config = self.model.config
+        config = self.model.config.get_text_config()
         return int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0) or int(
             config.n_routed_experts
         )
@@ -202,9 +220,11 @@ def _is_router(name: str) -> bool:
     return re.search(r"\.(gate|router)\.lora_[AB]\.weight$", name) is not None
 
 
-def _in_memory(name: str) -> str:
-    """Return transformers' name in memory: Mixtral's files have another."""
+def _in_memory(name: str, decoder: str | None) -> str:
+    """Return transformers' name in memory: files of Mixtral and of models with a vision tower have others."""
     name = name.replace("block_sparse_moe.", "mlp.")
+    if decoder is not None:
+        name = named_in(decoder, name)
     return re.sub(r"(\.(?:gate|router))\.(lora_[AB])", r"\1.weight.\2", name) if _is_router(name) else name
 
 
@@ -233,26 +253,32 @@ class Computed:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Outputs of both implementations; `peft_again` has other chunks of gated delta nets, as a floor of rounding."""
+
     ours: Computed
     peft: Computed
+    peft_again: Computed
     merged: Array
     base: Array
     ours_without: Array
 
 
-def one_rank_policy(experts: str, targets: tuple[str, ...] = ("all-linear",), **changes: Any) -> PolicyConfig:
+def plain_policy(
+    experts: str, targets: tuple[str, ...] = ("all-linear",), world_size: int = 1, **changes: Any
+) -> PolicyConfig:
     """Return a policy whose loss is that of the tokens alone, and whose gradients are left as they are."""
     fields = {"moe_aux_loss_coeff": 0.0, "max_grad_norm": None, **lora(experts, targets), **changes}
-    return tiny_policy(1, **fields)
+    return tiny_policy(world_size, **fields)
 
 
-def compare_with_peft(name: str, policy: PolicyConfig, root: str) -> Comparison:
-    """Run on one rank: a model of `FAMILY_MODELS` with adapters in both implementations."""
+def compare_with_peft(name: str, policy: PolicyConfig, root: str) -> Comparison | None:
+    """Run on every rank: a model of `FAMILY_MODELS` with adapters in both implementations; the result is rank 0's."""
     folder, merged = Path(root, name), Path(root, "merged")
-    if not folder.exists():
-        write_reference(name, folder)
     assert policy.lora is not None
-    with parallel_job(policy):
+    with parallel_job(policy) as rank:
+        if rank == 0 and not folder.exists():
+            write_reference(name, folder)
+        dist.barrier()
         forget_recorded_losses()
         trainer = trainer_of(folder, policy)
         set_random(trainer.chunks)
@@ -260,15 +286,16 @@ def compare_with_peft(name: str, policy: PolicyConfig, root: str) -> Comparison:
         with trainer.adapters.off():
             without = outputs_of_trainer(trainer)
         trainer.save_weights(merged, files_beside(folder))
-        factors = whole_factors([local_factors(trainer.chunks)])
-        shard = shard_of_rank(_batch(trainer.hf_config.vocab_size))
+        factors, place = factors_of_ranks(trainer.chunks), trainer.coordinates
+        batch = _batch(trainer.hf_config.vocab_size)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
         loss = trainer.train([shard], sft_loss).global_loss
-        gradients = whole_factors([local_factors(trainer.chunks, gradients=True)])
-    assert outputs is not None
-    assert without is not None
+        gradients = factors_of_ranks(trainer.chunks, gradients=True)
+    if outputs is None or without is None:
+        return None
     return Comparison(
         Computed(outputs.logits, loss, gradients),
-        _of_peft(folder, factors, policy.lora.scale),
+        *_of_peft(read_model(folder), factors, policy.lora.scale),
         reference_outputs(merged).logits,
         reference_outputs(folder).logits,
         without.logits,
@@ -279,8 +306,17 @@ def _batch(vocabulary: int) -> Any:
     return tiny_batch(3, vocabulary, shortest=COLUMNS, longest=COLUMNS)
 
 
-def _of_peft(folder: Path, factors: Factors, scale: float) -> Computed:
-    peft = PeftModel(folder, factors, scale)
+def _of_peft(base: Any, factors: Factors, scale: float) -> tuple[Computed, Computed]:
+    peft = PeftModel(base, factors, scale)
+    found = _computed(peft)
+    if not has_delta_nets(peft.model):
+        return found, found
+    peft.model.zero_grad()
+    with other_chunks(peft.model.get_base_model(), chunk_size=4):
+        return found, _computed(peft)
+
+
+def _computed(peft: PeftModel) -> Computed:
     batch = _batch(peft.model.config.vocab_size)
     logits = peft.model(batch.input_ids).logits
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
@@ -315,13 +351,13 @@ def train_adapters(settings: RunSettings) -> LoraRun:
         return LoraRun(losses, norms, local_factors(trainer.chunks), trained)
 
 
-def assert_same_run(runs: list[LoraRun], expected: LoraRun) -> None:
-    """A job's ranks train as one rank does."""
+def assert_same_run(runs: list[LoraRun], expected: LoraRun, rounding: float = 5e-6) -> None:
+    """A job's ranks train as one rank does. Gradient norms may differ by `rounding`, relative."""
     found, wanted = whole_factors([run.factors for run in runs]), whole_factors([expected.factors])
     assert found.keys() == wanted.keys()
     for run in runs:
         np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-6)
-        np.testing.assert_allclose(run.grad_norms, expected.grad_norms, rtol=5e-6)
+        np.testing.assert_allclose(run.grad_norms, expected.grad_norms, rtol=rounding)
     for name, values in wanted.items():
         np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
 

@@ -12,6 +12,7 @@ from typing import Any
 from nemo_rl_moe.config.schema_lora import ALL_LINEAR, ROUTER, LoraConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.rules import Rule
 
 _SWIGLU = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
 ROUTED_EXPERTS = "mlp.experts"
@@ -23,6 +24,8 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "self_attention.linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "self_attention.linear_kv_up_proj": ("kv_b_proj",),
     "self_attention.linear_proj": ("o_proj",),
+    "self_attention.in_proj": (),
+    "self_attention.out_proj": ("out_proj",),
     **{
         f"{mlp}.{linear}": names
         for mlp in ("mlp", "mlp.shared_experts", ROUTED_EXPERTS)
@@ -30,32 +33,35 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     },
     "mlp.router": (ROUTER,),
 }
-"""Position of a linear layer in a decoder layer -> names of the Hugging Face tensors that form its weight, in order."""
+"""Position of a linear layer in a decoder layer -> names of the Hugging Face tensors that form its weight, in order.
+
+The input projections of gated delta nets have no names here, because families divide them differently."""
 
 
-def chosen_sources(place: str, num_sources: int, targets: Collection[str]) -> list[str | None]:
+def _names(place: str, rule: Rule) -> tuple[str, ...]:
+    return PLACES[place] or tuple(source.name.removesuffix(".weight").rpartition(".")[2] for source in rule.sources)
+
+
+def _num_tensors(rule: Rule) -> int:
+    return len({source.name for source in rule.sources})
+
+
+def chosen_sources(place: str, rule: Rule, targets: Collection[str]) -> list[str | None]:
     """Return the name of each source tensor of a linear layer's weight, or None for a tensor without an adapter.
 
     If gate and up projection are one tensor (gpt-oss), both names select the tensor, and its name is gate_up_proj.
     """
-    names = PLACES[place]
+    names = _names(place, rule)
     all_of_them = ALL_LINEAR in targets and place != "mlp.router"
     chosen: list[str | None] = [name if all_of_them or name in targets else None for name in names]
-    if len(names) > num_sources:
-        return ["gate_up_proj" if any(chosen) else None]
+    if _num_tensors(rule) < len({*names}):
+        return ["gate_up_proj" if any(chosen) else None] * len(rule.sources)
     return chosen
 
 
 def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     """Return a line for each target that is not a layer of the model, or cannot have a separate adapter."""
     family = family_of(hf_config)
-    if family.vision is not None:
-        return ["policy.lora: got an adapter, expected null for a vision-language model"]
-    if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        return [
-            f"policy.lora: got an adapter, expected null for {family.name}: adapters of gated delta nets are not"
-            " supported"
-        ]
     known = _names_of_model(hf_config)
     names = {name for of_place in known.values() for name in of_place}
     problems = [
@@ -68,7 +74,7 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     if not experts and lora.experts != "none":
         problems.append(f"policy.lora.experts: got {lora.experts!r}, expected 'none': {family.name} has no experts")
     fc1 = family.rules.find(f"decoder.layers.0.{ROUTED_EXPERTS}.0.linear_fc1.weight")
-    is_fused = fc1 is not None and len(fc1.sources) == 1
+    is_fused = fc1 is not None and _num_tensors(fc1) == 1
     if is_fused and lora.experts != "none" and len({"gate_proj", "up_proj"} & {*lora.targets}) == 1:
         problems.append(
             f"policy.lora.targets: got one of gate_proj and up_proj, expected both or none: in {family.name} they are "
@@ -81,12 +87,12 @@ def _names_of_model(hf_config: Any) -> dict[str, Sequence[str]]:
     rules = family_of(hf_config).rules
     has_latent_queries = getattr(hf_config, "q_lora_rank", None) is not None
     absent = _OTHER_QUERIES[has_latent_queries] if getattr(hf_config, "kv_lora_rank", None) is not None else ()
-    return {
-        place: names
-        for place, names in PLACES.items()
+    found = {
+        place: rules.find(f"decoder.layers.0.{place.replace(ROUTED_EXPERTS, f'{ROUTED_EXPERTS}.0')}.weight")
+        for place in PLACES
         if place not in absent
-        and rules.find(f"decoder.layers.0.{place.replace(ROUTED_EXPERTS, f'{ROUTED_EXPERTS}.0')}.weight") is not None
     }
+    return {place: _names(place, rule) for place, rule in found.items() if rule is not None}
 
 
 _OTHER_QUERIES = {

@@ -164,7 +164,7 @@ class TrainableModel(ModelWorkers):
             for microbatch in shard.microbatches
             for size in distinct_sizes(microbatch)
         ]
-        return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
+        return vision.shape(self._hf_config).training_flops(grids, self._policy.frozen_parts)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
         """Write the weights as a Hugging Face folder. The folder appears once it is complete.

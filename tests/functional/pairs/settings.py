@@ -88,6 +88,7 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
             "policy.lora": {
                 "rank": 4,
                 "alpha": 8.0,
+                "use_rslora": False,
                 "targets": ["all-linear"],
                 "dropout": 0.0,
                 "experts": "per_expert",

@@ -17,7 +17,7 @@ OVERLAPPING = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_para
 
 def lora(**changes: Any) -> str:
     fields = {"rank": 4, "alpha": 8.0, "targets": "[all-linear]", "dropout": 0.0, "experts": "per_expert"}
-    values = {**fields, "init": "kaiming", "path": "null", **changes}
+    values = {**fields, "use_rslora": "false", "init": "kaiming", "path": "null", **changes}
     return f"policy.lora={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_target_is_named(problems_of: Problems, targets: str, meant: 
 @pytest.mark.parametrize("name", ["r", "use_dora"])
 def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: str) -> None:
     assert problems_of(lora(), f"+policy.lora.{name}=8") == [
-        f"policy.lora.{name}: unknown key; allowed here: rank, alpha, targets, dropout, experts, init, path"
+        f"policy.lora.{name}: unknown key; allowed here: rank, alpha, use_rslora, targets, dropout, experts, init, path"
     ]
 
 
@@ -97,6 +97,14 @@ def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: 
         ("gpt_oss", {"targets": "[up_proj]"}, "policy.lora.targets: got one of gate_proj and up_proj, expected both"),
         ("gpt_oss", {}, None),
         ("mixtral", {"targets": "[router, down_proj]"}, None),
+        ("qwen3_next", {"targets": "[in_proj_qkvz, in_proj_ba, out_proj, down_proj]"}, None),
+        ("qwen3_5_text", {"targets": "[in_proj_qkv, in_proj_z, in_proj_b, in_proj_a]", "experts": "none"}, None),
+        (
+            "qwen3_next",
+            {"targets": "[in_proj_qkv, down_proj]"},
+            "policy.lora.targets: got 'in_proj_qkv', but Qwen3-Next has no such layer; it has: down_proj, gate_proj,"
+            " in_proj_ba, in_proj_qkvz, ",
+        ),
     ],
 )
 def test_targets_are_layers_of_the_model(model: str, changes: dict[str, Any], said: str | None) -> None:
@@ -108,8 +116,10 @@ def test_targets_are_layers_of_the_model(model: str, changes: dict[str, Any], sa
 
 def test_all_linear_leaves_the_router_alone() -> None:
     from nemo_rl_moe.models.families.linear_targets import PLACES, chosen_sources
+    from nemo_rl_moe.models.families.rules import rule
 
-    chosen = {place: chosen_sources(place, len(names), ["all-linear"]) for place, names in PLACES.items()}
+    rules = {place: rule(*(f"{name}.weight" for name in names or ("in_proj_z",))) for place, names in PLACES.items()}
+    chosen = {place: chosen_sources(place, found, ["all-linear"]) for place, found in rules.items()}
     assert chosen.pop("mlp.router") == [None]
     assert all(all(names) for names in chosen.values())
-    assert chosen_sources("mlp.router", 1, ["all-linear", "router"]) == ["router"]
+    assert chosen_sources("mlp.router", rules["mlp.router"], ["all-linear", "router"]) == ["router"]

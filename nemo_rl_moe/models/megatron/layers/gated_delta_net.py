@@ -329,19 +329,20 @@ class GatedDeltaNet(MegatronModule):
         for name, linear in (("in_proj", self.in_proj), ("out_proj", self.out_proj)):
             found |= linear.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         for name, sizes in (("in_proj", self.sizes.projected), ("conv1d", self.sizes.convolved)):
-            found[f"{prefix}{name}.weight"] = _in_sections(found[f"{prefix}{name}.weight"], sizes)
+            found[f"{prefix}{name}.weight"] = in_sections(found[f"{prefix}{name}.weight"], sizes)
         return found
 
 
-def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
+def in_sections(sharded: ShardedTensor, sizes: Sequence[int], dimension: int = 0) -> ShardedTensorFactory:
     """Return a parameter for a checkpoint, in which each section of rows, such as queries, has the rows of all ranks.
 
     Args:
         sharded: This rank's rows of the parameter.
         sizes: Number of this rank's rows in each section.
+        dimension: Dimension of the rows.
     """
-    rows = sharded.local_shape[0]
-    rank, ranks = sharded.global_offset[0] // rows, sharded.global_shape[0] // rows
+    rows = sharded.local_shape[dimension]
+    rank, ranks = sharded.global_offset[dimension] // rows, sharded.global_shape[dimension] // rows
     starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
 
     def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
@@ -353,14 +354,19 @@ def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorF
                 data=part,
                 dtype=part.dtype,
                 local_shape=tuple(part.shape),
-                global_offset=(start + rank * size, *sharded.global_offset[1:]),
+                global_offset=(
+                    *sharded.global_offset[:dimension],
+                    start + rank * size,
+                    *sharded.global_offset[dimension + 1 :],
+                ),
                 axis_fragmentations=None,  # blocks differ in size
                 replica_id=replica_id,
             )
-            for part, start, size in zip(values.split(list(sizes)), starts, sizes, strict=False)
+            for part, start, size in zip(values.split(list(sizes), dimension), starts, sizes, strict=False)
         ]
 
-    return ShardedTensorFactory(sharded.key, sharded.data, build, torch.cat, sharded.replica_id)
+    join = functools.partial(torch.cat, dim=dimension)
+    return ShardedTensorFactory(sharded.key, sharded.data, build, join, sharded.replica_id)
 
 
 def use_gated_delta_nets(block: TransformerBlockSubmodules, linear: Collection[int]) -> TransformerBlockSubmodules:

@@ -61,7 +61,7 @@ class Base:
             them.
         shape: Number of outputs and of inputs of a matrix on this rank.
         modules: Hugging Face names of the modules in the weight, in order, with `{expert}` in place of an expert's
-            number. None for a module without an adapter.
+            number. None for a module without an adapter. A module has its name once for each section of its outputs.
         names: The modules' names within their layer, such as q_proj. None for a module without an adapter.
         layout: Order of the modules' outputs in the weight.
         cut: Dimension in which the weight is sharded, OUTPUTS or INPUTS. None if it is replicated.
@@ -98,12 +98,14 @@ class Factor:
             number.
         parameter: `[rows, columns]`, or `[experts, rows, columns]` if each expert has a factor.
         cut: Dimension in which the matrix is sharded. None if it is replicated.
+        sections: Number of this rank's rows or columns in each section of a sharded matrix. Ranks share every section.
     """
 
     name: str
     parameter: nn.Parameter
     cut: int | None
     base: Base
+    sections: tuple[int, ...]
 
     @property
     def is_stacked(self) -> bool:
@@ -140,22 +142,28 @@ class Adapter(nn.Module):
         self._outputs = [len(part) for part in of_sources]
         first = (base.experts[1],) if self.is_per_expert and base.experts is not None else ()
         device = base.weights[0].device
-        self._adapted = [index for index, module in enumerate(base.modules) if module is not None]
+        self._adapted: dict[str, list[int]] = {}
+        for index, module in enumerate(base.modules):
+            if module is not None:
+                self._adapted.setdefault(module, []).append(index)
         self.pairs = nn.ModuleDict()
-        for index in self._adapted:
+        for sources in self._adapted.values():
             lora_a = torch.zeros(*first, settings.rank, inputs, dtype=dtype, device=device)
-            lora_b = torch.zeros(*first, self._outputs[index], settings.rank, dtype=dtype, device=device)
-            self.pairs[str(base.names[index])] = Pair(lora_a, lora_b)
+            lora_b = torch.zeros(*first, sum(self._rows(sources)), settings.rank, dtype=dtype, device=device)
+            self.pairs[str(base.names[sources[0]])] = Pair(lora_a, lora_b)
         for factor in self.factors():
             self._mark(factor)
 
     def factors(self) -> Iterator[Factor]:
         """Yield both factors of every tensor."""
-        for index, pair in zip(self._adapted, self._pairs, strict=True):
-            module = self.base.modules[index]
+        for (module, sources), pair in zip(self._adapted.items(), self._pairs, strict=True):
             for name, parameter, replicated in (("lora_A", pair.lora_A, OUTPUTS), ("lora_B", pair.lora_B, INPUTS)):
                 cut = None if self.base.cut in (None, replicated) or self.base.num_shards == 1 else self.base.cut
-                yield Factor(f"{module}.{name}", parameter, cut, self.base)
+                sections = self._rows(sources) if name == "lora_B" else (self.base.shape[1],)
+                yield Factor(f"{module}.{name}", parameter, cut, self.base, sections)
+
+    def _rows(self, sources: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._outputs[index] for index in sources)
 
     @property
     def _pairs(self) -> list[Pair]:
@@ -189,8 +197,10 @@ class Adapter(nn.Module):
         first = pairs[0].lora_B
         rank, count = first.shape[-1], len(pairs)
         parts = [first.new_zeros(*first.shape[:-2], length, count * rank) for length in self._outputs]
-        for number, (index, pair) in enumerate(zip(self._adapted, pairs, strict=True)):
-            parts[index] = F.pad(pair.lora_B, (number * rank, (count - 1 - number) * rank))
+        for number, (sources, pair) in enumerate(zip(self._adapted.values(), pairs, strict=True)):
+            padded = F.pad(pair.lora_B, (number * rank, (count - 1 - number) * rank))
+            for index, part in zip(sources, padded.split(self._rows(sources), -2), strict=True):
+                parts[index] = part
         if not self.is_per_expert:
             return self.base.layout.join(parts, self._hf_config)
         # The layout joins along the first dimension. Grouped products need contiguous matrices.

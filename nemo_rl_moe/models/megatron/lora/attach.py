@@ -98,7 +98,7 @@ def _base(
     """Return the description of a layer, or None if the configuration does not ask for an adapter of the layer."""
     is_routed = place.startswith(f"{ROUTED_EXPERTS}.")
     rule = _rule(place, layer, hf_config)
-    names = chosen_sources(place, len(rule.sources), lora.targets)
+    names = chosen_sources(place, rule, lora.targets)
     if not any(names):
         return None
     modules = tuple(
@@ -168,10 +168,12 @@ def _cut(weight: Any, place: str) -> tuple[int | None, int, int]:
 def _attach_to_linear(linear: Any, adapter: Adapter) -> None:
     linear.adapter = adapter
     norm_weight, eps = dict(linear.named_parameters(recurse=False)).get(_NORM_WEIGHT), getattr(linear, "eps", None)
+    is_centered = getattr(linear, "zero_centered_gamma", False)
 
     def term(rows: Tensor, *_others: Any) -> Tensor:
         if norm_weight is not None:  # Transformer Engine has the norm inside the next linear layer
-            rows = nn.functional.rms_norm(rows, norm_weight.shape, norm_weight, eps)
+            weight = norm_weight + 1 if is_centered else norm_weight
+            rows = nn.functional.rms_norm(rows, weight.shape, weight, eps)
         return adapter.of_linear(rows)
 
     add_to_output(linear, adapter, term)

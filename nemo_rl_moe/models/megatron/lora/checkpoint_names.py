@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import nn
 
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import in_sections
 from nemo_rl_moe.models.megatron.lora.adapter import Factor, adapters_in
 
 PREFIX = "base_model.model."
 """Prefix of every name in peft's files."""
 
 
-def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor]:
+def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Return name in a checkpoint -> this process's shard of an adapter's factor. Empty without adapters.
 
     The factors of a layer's experts are one tensor `[experts, rows, columns]`. Its name contains no expert's number.
@@ -24,13 +25,14 @@ def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor]:
     return {sharded.key: sharded for sharded in found}
 
 
-def _sharded(factor: Factor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(
+def _sharded(factor: Factor) -> ShardedTensor | ShardedTensorFactory:
+    found = ShardedTensor.from_rank_offsets(
         f"{PREFIX}{factor.name.replace('.{expert}', '')}.weight",
         factor.parameter,
         *_offsets(factor),
         replica_id=_replica(factor),
     )
+    return in_sections(found, factor.sections, int(factor.is_stacked)) if len(factor.sections) > 1 else found
 
 
 def _offsets(factor: Factor) -> Iterator[tuple[int, int, int]]:

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
 from nemo_rl_moe.models.megatron.checkpoint.load import load_model
 from nemo_rl_moe.models.megatron.lora.transfer import FactorPart, factor_parts, factors_of_this_rank
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.peft_files import (
     CONFIG_FILE,
+    TEXT_MODEL,
+    VISION_MODEL,
     WEIGHTS_FILE,
     ExpertFactor,
     ExpertForm,
@@ -31,6 +34,7 @@ from nemo_rl_moe.models.peft_files import (
     expert_factor,
     folder_of_peft,
     fused_module,
+    named_in,
     read_adapter_config,
 )
 from nemo_rl_moe.models.safetensors_folder import listed, one_line
@@ -62,6 +66,8 @@ def write_adapter(
         form: "per_expert" for separate factors of each expert, "fused" for one `A` and one `B` of a layer's experts.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    decoder = TEXT_MODEL if family_of(hf_config).vision is None else VISION_MODEL
+    factors = {named_in(decoder, name): factor for name, factor in factors.items()}
     content = adapter_config(lora, hf_config, base, factors, form)
     (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tensors = _of_each_expert(factors, hf_config) if form == "per_expert" else _fused(factors, hf_config)
@@ -177,17 +183,21 @@ class _Reader:
 
     def __init__(self, file: Any, rank: int, hf_config: Any, fused: Collection[str]):
         self._rank, self._hf_config, self._fused = rank, hf_config, fused
-        self._names = set(file.keys())
+        self._names = {named_in(TEXT_MODEL, name): name for name in file.keys()}  # noqa: SIM118  (no dict)
         self.used: set[str] = set()
-        self._read = lru_cache(maxsize=4)(file.get_tensor)
+        self._tensor = lru_cache(maxsize=4)(file.get_tensor)
+
+    def _read(self, name: str) -> Tensor:
+        self.used.add(self._names[name])
+        found: Tensor = self._tensor(self._names[name])
+        return found
 
     def find(self, name: str) -> Tensor | str | None:
         """Return a factor, or a text about its problem, or None if the file lacks it."""
+        name = named_in(TEXT_MODEL, name)
         plain = name if name in self._names else name.replace(".block_sparse_moe.", ".mlp.")
         if plain in self._names:
-            self.used.add(plain)
-            tensor: Tensor = self._read(plain)
-            return tensor
+            return self._read(plain)
         parts = expert_factor(name)
         if parts is None:
             return None
@@ -208,9 +218,8 @@ class _Reader:
     def _of_fused(self, parts: ExpertFactor, expert: int) -> Tensor | str | None:
         module = fused_module(parts.container, parts.fused, self._fused)
         names = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-        if parts.fused not in self._fused or not self._names >= {*names}:
+        if parts.fused not in self._fused or not self._names.keys() >= {*names}:
             return None
-        self.used |= {*names}
         down, up = (self._read(each) for each in names)
         count = _num_experts(self._hf_config)
         down = down.view(count, -1, down.shape[-1])[expert]

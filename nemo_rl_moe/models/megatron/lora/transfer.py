@@ -40,9 +40,13 @@ class FactorPart:
 
     def slice_of(self, full: Tensor) -> Tensor:
         """Return this rank's part of the full factor."""
-        if self.factor.cut is None:
+        factor, base = self.factor, self.factor.base
+        if factor.cut is None:
             return full
-        return full.chunk(self.factor.base.num_shards, self.factor.cut)[self.factor.base.shard_rank]
+        sections = full.split([size * base.num_shards for size in factor.sections], factor.cut)
+        return torch.cat(
+            [section.chunk(base.num_shards, factor.cut)[base.shard_rank] for section in sections], factor.cut
+        )
 
 
 def factor_parts(chunks: Sequence[nn.Module]) -> Iterator[FactorPart]:
@@ -81,7 +85,10 @@ def _gathered(part: FactorPart) -> Tensor | None:
     local = part.local.contiguous()
     shards = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(shards, local, group=group)
-    return torch.cat(shards, factor.cut).cpu() if is_first_copy and group.rank() == 0 else None
+    if not is_first_copy or group.rank() != 0:
+        return None
+    sections = zip(*(shard.split(factor.sections, factor.cut) for shard in shards), strict=True)
+    return torch.cat([part for section in sections for part in section], factor.cut).cpu()
 
 
 @torch.no_grad()

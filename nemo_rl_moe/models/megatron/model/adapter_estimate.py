@@ -6,23 +6,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, chosen_sources
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
+from nemo_rl_moe.models.megatron.model.transformer_config import linear_layer_indices
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """Sizes of a linear layer: its number of inputs, and the number of outputs of each of its Hugging Face tensors.
+    """Sizes of a linear layer.
 
     Attributes:
         cut: Dimension that is split among ranks, `"inputs"` or `"outputs"`. None if every rank holds the full layer.
     """
 
     inputs: int
-    outputs: tuple[int, ...]
+    outputs: int
     cut: str | None
 
 
@@ -40,7 +43,7 @@ def adapter_parameters(
     dense = experts = 0
     for index, has_experts in layers:
         for place in PLACES:
-            linear = _linear(config, place, has_experts=has_experts)
+            linear = _linear(config, place, index, has_experts=has_experts)
             if linear is None:
                 continue
             is_routed = place.startswith(f"{ROUTED_EXPERTS}.")
@@ -59,19 +62,21 @@ def _count(place: str, linear: _Linear, lora: LoraConfig, layer: int, hf_config:
     name = place.replace(ROUTED_EXPERTS, f"{ROUTED_EXPERTS}.0")
     rule = family_of(hf_config).rules.find(f"decoder.layers.{layer}.{name}.weight")
     assert rule is not None  # each place with sizes has a rule
-    names = chosen_sources(place, len(rule.sources), lora.targets)
-    outputs = linear.outputs if len(names) == len(linear.outputs) else (sum(linear.outputs),)
+    names = chosen_sources(place, rule, lora.targets)
+    parts = rule.layout.split(torch.empty(linear.outputs, 1, device="meta"), len(names), hf_config)
     inputs = linear.inputs // ranks if linear.cut == "inputs" else linear.inputs
     divisor = ranks if linear.cut == "outputs" else 1
-    return sum(lora.rank * (inputs + size // divisor) for size, chosen in zip(outputs, names, strict=True) if chosen)
+    outputs = sum(len(part) // divisor for part, chosen in zip(parts, names, strict=True) if chosen)
+    return lora.rank * (inputs * len({*names} - {None}) + outputs)
 
 
-def _linear(config: TransformerConfig, place: str, *, has_experts: bool) -> _Linear | None:
-    """Return the sizes of the linear layer with this name, or None if a decoder layer of this kind does not have it."""
+def _linear(config: TransformerConfig, place: str, layer: int, *, has_experts: bool) -> _Linear | None:
+    """Return the sizes of the linear layer with this name, or None if this decoder layer does not have it."""
     if place.startswith("self_attention."):
-        return _latent_attention(config).get(place) if config.multi_latent_attention else _attention(config).get(place)
+        of_kind = _latent_attention if config.multi_latent_attention else _attention
+        return (_delta_net if layer in linear_layer_indices(config) else of_kind)(config).get(place)
     if place == "mlp.router":
-        return _Linear(config.hidden_size, (config.num_moe_experts,), None) if has_experts else None
+        return _Linear(config.hidden_size, config.num_moe_experts, None) if has_experts else None
     kind, _, linear = place.rpartition(".")
     width = {
         "mlp": None if has_experts else config.ffn_hidden_size,
@@ -81,14 +86,23 @@ def _linear(config: TransformerConfig, place: str, *, has_experts: bool) -> _Lin
     if width is None:
         return None
     hidden = config.hidden_size
-    return _Linear(hidden, (width, width), "outputs") if linear == "linear_fc1" else _Linear(width, (hidden,), "inputs")
+    return _Linear(hidden, 2 * width, "outputs") if linear == "linear_fc1" else _Linear(width, hidden, "inputs")
 
 
 def _attention(config: TransformerConfig) -> dict[str, _Linear]:
     queries, keys = (n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups))
+    outputs = (2 if config.attention_output_gate else 1) * queries + 2 * keys
     return {
-        "self_attention.linear_qkv": _Linear(config.hidden_size, (queries, keys, keys), "outputs"),
-        "self_attention.linear_proj": _Linear(queries, (config.hidden_size,), "inputs"),
+        "self_attention.linear_qkv": _Linear(config.hidden_size, outputs, "outputs"),
+        "self_attention.linear_proj": _Linear(queries, config.hidden_size, "inputs"),
+    }
+
+
+def _delta_net(config: TransformerConfig) -> dict[str, _Linear]:
+    sizes = DeltaNetSizes.of(config, tensor=1)
+    return {
+        "self_attention.in_proj": _Linear(config.hidden_size, sum(sizes.projected), "outputs"),
+        "self_attention.out_proj": _Linear(sizes.values, config.hidden_size, "inputs"),
     }
 
 
@@ -97,13 +111,13 @@ def _latent_attention(config: TransformerConfig) -> dict[str, _Linear]:
     queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     latents = config.kv_lora_rank + config.qk_pos_emb_head_dim
     found = {
-        "kv_down_proj": _Linear(hidden, (latents,), None),
-        "kv_up_proj": _Linear(config.kv_lora_rank, (heads * (config.qk_head_dim + config.v_head_dim),), "outputs"),
-        "proj": _Linear(heads * config.v_head_dim, (hidden,), "inputs"),
+        "kv_down_proj": _Linear(hidden, latents, None),
+        "kv_up_proj": _Linear(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim), "outputs"),
+        "proj": _Linear(heads * config.v_head_dim, hidden, "inputs"),
     }
     if config.q_lora_rank is None:
-        found["q_proj"] = _Linear(hidden, (queries,), "outputs")
+        found["q_proj"] = _Linear(hidden, queries, "outputs")
     else:
-        found["q_down_proj"] = _Linear(hidden, (config.q_lora_rank,), None)
-        found["q_up_proj"] = _Linear(config.q_lora_rank, (queries,), "outputs")
+        found["q_down_proj"] = _Linear(hidden, config.q_lora_rank, None)
+        found["q_up_proj"] = _Linear(config.q_lora_rank, queries, "outputs")
     return {f"self_attention.linear_{name}": linear for name, linear in found.items()}

@@ -11,7 +11,7 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig, generating
 from nemo_rl_moe.config.schema_lora import LoraConfig
-from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
+from nemo_rl_moe.config.schema_policy import BASE_OF_ADAPTERS, FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
 from nemo_rl_moe.models.megatron.layers.indexer import indexer_parameters
@@ -119,7 +119,7 @@ def rank_parameters(
             config, hf_config, lora, [(index, index in with_experts) for index in layers]
         )
         decoder = Parameters(dense, experts, decoder.total)
-    return decoder + _vision(hf_config, freeze) if is_first else decoder
+    return decoder + _vision(hf_config, freeze if lora is None else BASE_OF_ADAPTERS) if is_first else decoder
 
 
 def _layers_of_stage(config: TransformerConfig, stage: int) -> list[int]:
@@ -300,7 +300,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         hf_config,
         stage,
         routers_frozen=megatron.freeze_moe_router,
-        freeze=config.policy.freeze,
+        freeze=config.policy.frozen_parts,
         lora=config.policy.lora,
     )
     weight_bytes = transformer.params_dtype.itemsize
@@ -403,7 +403,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
     """Return the bytes of the tower's activations on each first-stage rank, 0 if the tower is frozen."""
     vision = family_of(hf_config).vision
-    if vision is None or stage > 0 or config.policy.freeze.vision_tower:
+    if vision is None or stage > 0 or config.policy.frozen_parts.vision_tower:
         return 0
     patches = microbatch_patches(config, hf_config)
     return vision.shape(hf_config).activations_at_least(patches, transformer.params_dtype.itemsize)

@@ -193,14 +193,6 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
         build_transformer_config(tiny_policy(2, **layout(tp=2)), config)
 
 
-def test_adapters_are_refused() -> None:
-    policy = tiny_policy(
-        lora="{rank: 4, alpha: 8.0, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
-    )
-    with pytest.raises(ConfigurationError, match=r"policy\.lora: got an adapter, expected null for Qwen3-Next"):
-        build_transformer_config(policy, FAMILY_MODELS["qwen3_next"].hf_config())
-
-
 # Numbers that stay in float32
 
 

@@ -13,7 +13,7 @@ import pytest
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_any_config, load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
-from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import (
     Parameters,
     active_parameters,
@@ -39,6 +39,7 @@ from tests.support.tiny_model import (
 from tests.unit.models.megatron.tiny_trainers import ZERO_1, shard_for
 
 MODEL_CONFIGS = "examples/assets/model_configs"
+TINY_VISION_MODEL = "examples/assets/tiny_qwen3_vl_moe"
 QWEN3_30B_A3B, QWEN3_1_7B = f"{MODEL_CONFIGS}/Qwen3-30B-A3B", f"{MODEL_CONFIGS}/Qwen3-1.7B"
 
 # A tiny MoE layer by hand: 3 x 32 x 16 an expert, 32 x 8 the router.
@@ -138,6 +139,7 @@ def float32_gradient_bytes(trainer: MegatronTrainer) -> int:
 BF16 = {"precision": "bfloat16"}
 WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
 WITH_ROUTER = ("all-linear", "router")
+ONE_INPUT = ("in_proj_ba", "out_proj", "q_proj")
 DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
 LATENT, LATENT_KEYS = {"family": "deepseek_v3"}, {"family": "deepseek_v2"}
 BIASES_AND_SINKS = {"family": "gpt_oss"}
@@ -161,6 +163,8 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "adapters, latents, shared by experts": (2, {"tp": 2}, LATENT, BF16 | ZERO_1 | lora("shared", WITH_ROUTER)),
     "adapters, biases": (2, {"ep": 2}, BIASES_AND_SINKS, WHOLE | lora("per_expert")),
     "adapters, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | ZERO_1 | lora("per_expert", ("down_proj", "v_proj"))),
+    "adapters, gated delta nets": (2, {"tp": 2}, {"family": "qwen3_5_moe_text"}, WHOLE | lora("per_expert")),
+    "adapters, delta nets by key head": (2, {"pp": 2}, {"family": "qwen3_next"}, WHOLE | lora("none", ONE_INPUT)),
     "shared experts": (
         2,
         {"tp": 2},
@@ -217,6 +221,14 @@ def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     assert held_state <= sum(estimate.optimizer.state for estimate in estimates) <= held_state + slack
     gradients = sum(held.float32_gradients for held in ranks)
     assert gradients <= sum(estimate.optimizer.float32_gradients for estimate in estimates) <= gradients + slack
+
+
+def test_adapters_freeze_the_vision_tower() -> None:
+    policy, hf_config = tiny_policy(1, **lora("none")), plain_config(load_hf_config(TINY_VISION_MODEL))
+    config = build_transformer_config(policy, hf_config)
+    whole = rank_parameters(config, hf_config, 0)
+    assert rank_parameters(config, hf_config, 0, lora=policy.lora).frozen == whole.total
+    assert policy.frozen_parts.vision_tower
 
 
 def test_whole_model_by_hand() -> None:

@@ -22,7 +22,6 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.vllm.releases import check_model
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model import vision_model
-from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training import microbatch
 from tests.support.family_reference import other_chunks, trainer_of
 from tests.support.family_training import NUM_STEPS, SETTINGS, TrainingRun, steps_of_trainer, steps_of_transformers
@@ -231,13 +230,8 @@ def test_what_the_model_cannot_do_is_reported(
         read(tmp_path, section, changes)
 
 
-def test_vllm_and_adapters_are_refused(tmp_path: Path) -> None:
+def test_vllm_is_refused(tmp_path: Path) -> None:
     hf_config = read(tmp_path, "", {})
     for on_gpus in (True, False):
         with pytest.raises(ConfigurationError, match=r"backend: got 'vllm', .*, and this one is qwen3_5_moe"):
             check_model(hf_config, "my/model", on_gpus=on_gpus)
-    adapter = "{rank: 4, alpha: 8.0, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
-    with pytest.raises(
-        ConfigurationError, match=r"policy\.lora: got an adapter, expected null for a vision-language model"
-    ):
-        build_transformer_config(tiny_policy(lora=adapter), hf_config)

@@ -385,7 +385,8 @@ def test_all_ranks_send_their_weights(make: Make, tmp_path: Path) -> None:
 
 
 def test_frozen_weights_are_sent_once_to_an_engine_that_holds_them(make: Make, tmp_path: Path) -> None:
-    lora = "{rank: 2, alpha: 4, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
+    scale = "rank: 2, alpha: 4, use_rslora: false"
+    lora = f"{{{scale}, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}}"
     policy, workers = make(small_config(f"checkpointing.checkpoint_dir={tmp_path}", f"policy.lora={lora}"))
 
     def skips(*, holds: bool = True, problem: Exception | None = None, **how: bool) -> bool:

@@ -14,6 +14,7 @@ from tests.conftest import REPOSITORY_ROOT
     [
         ("model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn"),
         ("model.layers.3.self_attn.kv_a_proj_with_mqa.weight", "model.layers.3.self_attn"),
+        ("model.language_model.layers.3.linear_attn.in_proj_qkv.weight", "model.language_model.layers.3.linear_attn"),
         ("model.layers.12.mlp.experts.7.up_proj.weight", "model.layers.12.mlp"),
         ("model.layers.12.mlp.experts.gate_up_proj", "model.layers.12.mlp"),
         ("model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.block_sparse_moe"),

@@ -18,9 +18,9 @@ ALL = tuple(range(6))
 TOLERANCE = 1e-5
 
 
-def generate_and_train(policy: Any) -> tuple[dict[int, Response], float]:
+def generate_and_train(policy: Any, model: Any) -> tuple[dict[int, Response], float]:
     """The responses of this rank, and the loss of a step afterwards."""
-    with tiny_trainer(policy) as trainer:
+    with tiny_trainer(policy, model) as trainer:
         set_random(trainer.chunks)
         sequences = generator_of(trainer).generate(request_of(ALL), weight_version=1)
         responses = [Response(each.token_ids.tolist(), each.logprobs, each.is_truncated) for each in sequences]
@@ -33,12 +33,20 @@ def policy_of(world_size: int, experts: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes", "experts"),
-    some_of([(2, {"tp": 2}, "shared"), (2, {"tp": 2, "etp": 2}, "per_expert"), (2, {"tp": 2, "ep": 2}, "shared")], 2),
+    ("world_size", "sizes", "experts", "model"),
+    some_of(
+        [
+            (2, {"tp": 2}, "shared", {}),
+            (2, {"tp": 2, "etp": 2}, "per_expert", {}),
+            (2, {"tp": 2, "ep": 2}, "shared", {}),
+            (2, {"tp": 2}, "per_expert", "qwen3_5_moe_text"),
+        ],
+        2,
+    ),
 )
-def test_layout_generates_as_one_rank_does(world_size: int, sizes: dict[str, int], experts: str) -> None:
-    ((expected, loss),) = run_ranks(generate_and_train, 1, policy_of(1, experts))
-    ranks = run_ranks(generate_and_train, world_size, policy_of(world_size, experts, **layout(**sizes)))
+def test_layout_generates_as_one_rank_does(world_size: int, sizes: dict[str, int], experts: str, model: Any) -> None:
+    ((expected, loss),) = run_ranks(generate_and_train, 1, policy_of(1, experts), model)
+    ranks = run_ranks(generate_and_train, world_size, policy_of(world_size, experts, **layout(**sizes)), model)
     found = {index: response for responses, _ in ranks for index, response in responses.items()}
     assert found.keys() == expected.keys()
     for index, response in expected.items():
