@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.functional import sft_runs
 
-KEY = "a key of the tests"
+KEY = "key-of-the-tests"
 NAME = "tiny"
 _MOST_S = 300
 

@@ -30,7 +30,7 @@ def page(request: pytest.FixtureRequest, browser: Any, server: Served) -> Iterat
     problems: list[str] = []
     opened.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.goto(f"{server.url}/#key={KEY.replace(' ', '%20')}")
+    opened.goto(f"{server.url}/#key={KEY}")
     opened.fill("#prompt", PROMPT)
     opened.fill("#tokens", str(NUM_TOKENS))
     opened.click("#ask button")
