@@ -112,8 +112,8 @@ def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: Rende
 
 
 def not_shown(messages: Sequence[Message], text: str) -> str | None:
-    """Return arguments of a call that a rendering lacks, of those that are a text since they are no JSON of an
-    object."""
+    """Return the first arguments that a rendering lacks, among arguments that are text because they are no JSON
+    object. None if it has all."""
     given = (call["function"]["arguments"] for turn in messages for call in turn.get("tool_calls", ()))
     broken = (each for each in given if isinstance(each, str))
     return next(
