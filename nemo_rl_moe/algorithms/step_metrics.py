@@ -14,7 +14,7 @@ def training_metrics(
     result: TrainResult,
     further: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Return the metrics of one `train` call as `train/...`, and the metrics of the rollout's load as `rollout/moe/...`.
+    """Return the metrics of one `train` call as `train/...`, and the rollout's load as `rollout/moe/...`.
 
     A step without an update has only `further`.
 
