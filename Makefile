@@ -21,14 +21,15 @@ DOCS_STAMP := $(VENV)/.docs-$(HERE)
 GPU_STAMP := $(VENV)/.gpu-$(HERE)
 VLLM_STAMP := $(VENV)/.vllm-$(HERE)
 
-# The release of Megatron-Core that is not in .venv, for the second pass of the tests. It replaces the first one by
-# standing before it on PYTHONPATH, which Ray's workers inherit.
+# The release of Megatron-Core that is not in .venv, and the oldest supported transformers, for the second pass of the
+# tests. They replace the first ones by standing before them on PYTHONPATH, which Ray's workers inherit.
+OLDEST_TRANSFORMERS := transformers==5.19.0
 OTHER_MEGATRON = $(shell $(VENV)/bin/python -c 'import sys; print("0.19.2" if sys.version_info < (3, 12) else "0.16.1")')
 OTHER_VENV := .venv-other-megatron
 # Of the functional tests, two whole runs: the layouts are unit tests too, and faults are not Megatron-Core's matter.
 OTHER_FUNCTIONAL := tests/functional/test_sft_run.py \
 	tests/functional/test_grpo_run.py::test_generation_and_training_agree_about_every_token
-OTHER_STAMP := $(OTHER_VENV)/.installed-$(HERE)
+OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell echo $(OLDEST_TRANSFORMERS) $(HERE) | cksum | cut -d' ' -f1)
 
 # TRL and what it needs beside .venv, for the tests of the callback in its trainers. It stands before .venv in the same way.
 TRL_PACKAGES := trl==1.16.0 accelerate==1.15.0
@@ -63,6 +64,7 @@ FAKE_CARD_VENV := .venv-fake-card
 FAKE_CARD_STAMP := $(FAKE_CARD_VENV)/.installed-$(HERE)
 FAKE_CARD_LIBRARIES := $(FAKE_CARD_VENV)/.libraries-$(HERE)
 FAKE_CARD_ENGINE := $(FAKE_CARD_VENV)/.transformer-engine-$(HERE)
+FAKE_CARD_VLLM := $(FAKE_CARD_VENV)/.vllm-$(HERE)
 FAKE_CARD_HEADERS := $(FAKE_CARD_VENV)/headers/nvidia/cu13/include
 
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
@@ -78,7 +80,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm test-fake-card fake-card-recipes demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm test-fake-card test-fake-card-vllm fake-card-recipes demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
 
 help: # list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -170,9 +172,10 @@ test-all-other-megatron: OTHER_MARKS := megatron and not slow
 test-all-other-megatron: other-megatron # the same in all cases
 
 other-megatron: $(TEST_STAMP) $(OTHER_STAMP)
-	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
-	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c \
-		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
+	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON) and $(OLDEST_TRANSFORMERS)"
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c 'from importlib.metadata import version; \
+		wanted = dict(pin.split("==") for pin in "megatron-core==$(OTHER_MEGATRON) $(OLDEST_TRANSFORMERS)".split()); \
+		found = {name: version(name) for name in wanted}; assert found == wanted, found'
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit -m "$(OTHER_MARKS)" $(IN_PARALLEL) \
 		$(PYTEST_ARGUMENTS)
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) -m "$(ALL)" $(PYTEST_ARGUMENTS)
@@ -251,7 +254,12 @@ test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a res
 test-fake-card: $(FAKE_CARD_LIBRARIES) # the code for GPUs on torch for CUDA, with a pretended GPU; installs that torch first
 	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
 	@[ ! -f $(FAKE_CARD_VENV)/missing ] || echo "[fake-card] skipped for want of a package: $$(cat $(FAKE_CARD_VENV)/missing)"
-	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card $(PYTEST_ARGUMENTS)
+	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card $(PYTEST_ARGUMENTS) \
+		--ignore tests/fake_card/test_vllm.py
+
+test-fake-card-vllm: $(FAKE_CARD_VLLM) # runs whose trainer shares the pretended GPU with vLLM for CUDA
+	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
+	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card/test_vllm.py $(PYTEST_ARGUMENTS)
 
 fake-card-recipes: $(FAKE_CARD_LIBRARIES) $(FAKE_CARD_ENGINE) # memory of recipes at full size, beside what `plan` says
 	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
@@ -317,10 +325,11 @@ $(VLLM_STAMP): $(STAMP)
 # The wheel of 0.19 asks for Python 3.12 but is plain Python, but for an extension that builds dataset indices, which
 # nothing here loads. Taken for 3.12 whatever runs here, it needs no compiler, as a build from source would.
 $(OTHER_STAMP): $(STAMP)
-	@echo "[install] Megatron-Core $(OTHER_MEGATRON), for the second pass of the tests"
+	@echo "[install] Megatron-Core $(OTHER_MEGATRON) and $(OLDEST_TRANSFORMERS), for the second pass of the tests"
 	@rm -rf $(OTHER_VENV)
 	@$(PIP_INSTALL) --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_$(shell uname -m) --target $(OTHER_VENV)/site megatron-core==$(OTHER_MEGATRON)
+	@$(PIP_INSTALL) --no-deps --target $(OTHER_VENV)/site $(OLDEST_TRANSFORMERS)
 	@touch $@
 
 $(FAKE_CARD_STAMP): pyproject.toml constraints-gpu.txt tests/fake_card/install.py
@@ -339,6 +348,12 @@ $(FAKE_CARD_LIBRARIES): $(FAKE_CARD_STAMP) tests/fake_card/build.py $(wildcard t
 $(FAKE_CARD_ENGINE): $(FAKE_CARD_STAMP) tests/fake_card/compile_transformer_engine.py | $(FAKE_CARD_LIBRARIES)
 	@echo "[fake-card] Transformer Engine, compiled without optimization (0.8 GB, some minutes)"
 	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.compile_transformer_engine $(FAKE_CARD_VENV)
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.build --headers $(FAKE_CARD_HEADERS)
+	@touch $@
+
+$(FAKE_CARD_VLLM): $(FAKE_CARD_LIBRARIES)
+	@echo "[fake-card] vLLM for CUDA (3.6 GB, some minutes)"
+	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.install $(FAKE_CARD_VENV) --vllm
 	@$(FAKE_CARD_VENV)/bin/python -m tests.fake_card.build --headers $(FAKE_CARD_HEADERS)
 	@touch $@
 

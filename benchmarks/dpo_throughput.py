@@ -52,7 +52,8 @@ from nemo_rl_moe.data.loader import TokenStore
 from nemo_rl_moe.data.preferences import WORDS, PreferenceDataset
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
-from nemo_rl_moe.launch.dpo import Pairs
+from nemo_rl_moe.launch.dpo import with_reference_sums
+from nemo_rl_moe.launch.pairs import Pairs
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
@@ -161,7 +162,7 @@ def run(
     cores: set[int],
 ) -> None:
     """Train in the package's loop."""
-    pairs = Pairs(config, pad_token_id=0, training=data, validation=None)
+    pairs = Pairs(config, config.dpo, pad_token_id=0, training=data, validation=None)
     num_steps = len(pairs.loader())
     in_step = config.dpo.reference_logprobs == "in_step"
     cluster = RayCluster(config.cluster)
@@ -169,7 +170,7 @@ def run(
     release(cores)
     loggers, console = open_loggers(folder, clock, stack)
     if not in_step:
-        pairs = pairs.measured(policy, range(num_steps), console)
+        pairs = with_reference_sums(pairs, policy, range(num_steps), console)
     sinks = RecordSinks(loggers, ArtifactTables(folder, console.warn).write)
     train_dpo(config.dpo, policy, pairs.loader(), None, recorder_without_checkpoints(config.policy, sinks))
 

@@ -21,6 +21,7 @@ from nemo_rl_moe.config.validation import expected, kinds_of, section_models
 BASES = {
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
+    "rm": "rm.yaml",
     "grpo": "grpo.yaml",
     "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",

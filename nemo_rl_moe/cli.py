@@ -39,7 +39,7 @@ from nemo_rl_moe.runs.report import watch as watch_command
 
 WITHOUT_OVERRIDES = ("convert", "upcycle")
 OF_TRAINING = (
-    *("sft", "dpo", "grpo", "ppo", "distillation", "run"),
+    *("sft", "dpo", "rm", "grpo", "ppo", "distillation", "run"),
     *("config", "plan", "data", "evaluate", "generate", "serve", *WITHOUT_OVERRIDES),
 )
 """Commands that need the packages of `nemo-rl-moe[train]`."""
@@ -62,6 +62,7 @@ examples:
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
   nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
+  nemo-rl-moe rm --config rm_tiny_moe.yaml rm.center_rewards_coefficient=0.01
   nemo-rl-moe ppo --config ppo_tiny_moe.yaml ppo.policy_training_start_step=3
   nemo-rl-moe distillation --config distillation_tiny_moe.yaml distillation.kl_type=forward
   nemo-rl-moe run --config my_run.yaml

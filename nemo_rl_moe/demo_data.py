@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data of the demo: sums of two 3-digit numbers, for supervised fine-tuning (SFT), DPO and GRPO.
+"""Data of the demo: sums of two 3-digit numbers, for supervised fine-tuning (SFT), DPO, a reward model and GRPO.
 
     python -m nemo_rl_moe.demo_data --output data/addition --seed 0
 
 Writes `train.jsonl` and `validation.jsonl` for SFT, `preferences.jsonl` and `validation_preferences.jsonl` for DPO,
-`grpo.jsonl` and `validation_prompts.jsonl` for GRPO, and `manifest.json`. A line for SFT has a prompt and a completion
+`reward_pairs.jsonl` and `validation_reward_pairs.jsonl` for a reward model, `grpo.jsonl` and `validation_prompts.jsonl`
+for GRPO, and `manifest.json`. A line for SFT has a prompt and a completion
 with the right answer. Some completions show the working (the sums of the columns), most do not:
 
     {"prompt": "228+378=", "completion": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606"}
@@ -23,6 +24,10 @@ and the answer. `validation_preferences.jsonl` has the sums of `validation.jsonl
 
     {"prompt": "228+378=", "chosen": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606",
      "rejected": "<think>8+8=16;2+7+1=9;2+3+0=5</think>596"}
+
+A line for a reward model has a sum of a line for DPO, and prefers the working to none:
+
+    {"prompt": "228+378=", "chosen": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606", "rejected": "<think></think>606"}
 """
 
 import argparse
@@ -41,7 +46,7 @@ SHARE_WITH_WORKING = 0.45
 NUM_DIGITS = 3
 # There are 405,450 unordered pairs of 3-digit numbers. Sampling without repeats gets slow near that number.
 MAX_PROBLEMS = 300_000
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 TASK = "basic_arithmetic"
 FILES = (
     "train.jsonl",
@@ -50,6 +55,8 @@ FILES = (
     "validation_prompts.jsonl",
     "preferences.jsonl",
     "validation_preferences.jsonl",
+    "reward_pairs.jsonl",
+    "validation_reward_pairs.jsonl",
 )
 
 # reasoning-gym samples item i with `seed + i`, so seeds must differ by more than the size of any set.
@@ -207,6 +214,20 @@ def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[st
     ]
 
 
+def as_reward_pairs(problems: Sequence[Problem]) -> list[str]:
+    """Return one JSON object per addition problem, for a reward model, with the working and without it."""
+    return [
+        json.dumps(
+            {
+                "prompt": f"{problem[0]}+{problem[1]}=",
+                "chosen": completion(problem, with_working=True),
+                "rejected": completion(problem, with_working=False),
+            }
+        )
+        for problem in problems
+    ]
+
+
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
     """Sample the addition problems and write the files atomically, the manifest last."""
     problems = draw_problems(parameters, progress)
@@ -217,6 +238,8 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
         as_questions(problems.validation),
         as_preferences(problems.preferences, parameters.seed, "preferences"),
         as_preferences(problems.validation, parameters.seed, "validation"),
+        as_reward_pairs(problems.preferences),
+        as_reward_pairs(problems.validation),
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in zip(FILES, contents, strict=True):
@@ -265,7 +288,10 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
         "--num-grpo-prompts", type=int, default=480, help="number of addition problems for GRPO (default %(default)s)"
     )
     parser.add_argument(
-        "--num-preferences", type=int, default=4000, help="number of response pairs for DPO (default %(default)s)"
+        "--num-preferences",
+        type=int,
+        default=4000,
+        help="number of response pairs for DPO and for a reward model (default %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="write the files even if they exist already")
     chosen = parser.parse_args(arguments)

@@ -56,6 +56,7 @@ starts nothing. Shows, in the order of the data,
 
   sft   conversations, with trained tokens, context, and tokens truncated at policy.max_total_sequence_length
   dpo   the chosen and the rejected response of each pair, with the prompt
+  rm    the same as dpo
   grpo  the prompts as the model gets them
 
 and the numbers of samples and tokens, the longest sample, skipped lines, and parts of conversations that the chat
@@ -235,6 +236,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
     from omegaconf._utils import get_omega_conf_dumper
 
     from nemo_rl_moe.config.loading import dump_resolved, load_any_config
+    from nemo_rl_moe.config.notices import rates_for_adapters
     from nemo_rl_moe.launch.config_check import missing_parts
 
     config = load_any_config(config_path, overrides, check_paths=False)
@@ -244,6 +246,8 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
         # Like `to_yaml`, but characters that could move a terminal's cursor are escaped.
         text = yaml.dump(resolved, Dumper=get_omega_conf_dumper(), default_flow_style=False, sort_keys=False)
     print(text, end="", flush=True)
+    for line in rates_for_adapters(config):
+        print(f"warning: {printable(line)}", file=sys.stderr)
     if problems := missing_parts(config):
         raise ConfigurationError(problems)
 

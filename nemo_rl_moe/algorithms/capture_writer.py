@@ -16,6 +16,7 @@ from nemo_rl_moe.distributed.batch import Axis, StoredColumn, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import Fetch, fetch_rows
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
@@ -95,7 +96,7 @@ class CaptureWriter:
 
         Args:
             step: Counted from 1.
-            sample: The sequences, with the rollout's routes if there are any.
+            sample: The sequences, with the rollout's routes and indexers' positions if there are any.
             rows: Trajectory and sequence of each row of the sample.
             own: Pass in which the routers choose the experts.
             replayed: Log-probabilities with the experts of the rollout.
@@ -108,7 +109,9 @@ class CaptureWriter:
         try:
             assert own.routes is not None
             sequences = self._sequences(sample, rows, own, replayed, repeated)
-            self._writer = self._writer or CaptureFolderWriter(self._folder, self._description(own.routes), _WRITER)
+            if self._writer is None:
+                described = self._description(own.routes, sample.stored.get(INDEXER_POSITIONS))
+                self._writer = CaptureFolderWriter(self._folder, described, _WRITER)
             before, now = (None, None) if expert_biases is None else expert_biases
             # A file has only the columns that all of its sequences have.
             for some in filter(None, (sequences[:part], sequences[part:])):
@@ -117,11 +120,16 @@ class CaptureWriter:
             self._failed = True
             self._warn(f"{self._folder}: cannot be written, no further capture is saved: {error}")
 
-    def _description(self, routes: StoredColumn) -> CaptureDescription:
+    def _description(self, routes: StoredColumn, positions: StoredColumn | None) -> CaptureDescription:
         num_layers, topk = routes.row_shape
-        num_experts = int(self._moe["num_moe_experts"])
+        num_indexers, num_positions = (0, 0) if positions is None else positions.row_shape
         return CaptureDescription(
-            moe_layers(self._moe, num_layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact
+            moe_layers(self._moe, num_layers),
+            int(self._moe["num_moe_experts"]),
+            topk,
+            "nemo-rl-moe grpo",
+            self._is_exact,
+            indexer_shape=(num_indexers, num_positions),
         )
 
     def _sequences(
@@ -142,6 +150,7 @@ class CaptureWriter:
             logprobs["replayed_logprobs"] = replayed
         experts = {
             "rollout_experts": self._fetched(sample, sample.stored.get(ROUTED_EXPERTS)),
+            "rollout_indexer": self._fetched(sample, sample.stored.get(INDEXER_POSITIONS)),
             "training_experts": self._fetched(sample, own.routes),
             "repeated_experts": self._fetched(sample, repeated.routes),
         }
@@ -163,7 +172,7 @@ class CaptureWriter:
         return found
 
     def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:
-        """Return the experts that a column stores for each sequence, or an empty array if the column is None."""
+        """Return the choices that a column stores for each sequence, or an empty array if the column is None."""
         if column is None:
             return np.zeros(0, dtype=np.int16)
         longest = sample.input_ids.shape[1]

@@ -21,6 +21,7 @@ from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.rl.gae import explained_variance, generalized_advantages, order_in_time, token_rewards, whitened
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import advantage_column, tokens_of_trajectories
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ class Critic:
 
 
 def _of_critic(batch: TokenBatch) -> TokenBatch:
-    """Return the batch without the columns that only the policy needs (replayed experts, sampling mask)."""
-    return batch.without_stored(ROUTED_EXPERTS).without_stored(KEPT_TOKENS)
+    """Return the batch without the columns that only the policy needs (replayed choices, sampling mask)."""
+    return batch.without_stored(ROUTED_EXPERTS, INDEXER_POSITIONS, KEPT_TOKENS)
 
 
 def _metrics_of(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory, rows_of
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Teachers:
         """Return the batch with the teachers' log-probabilities, and the numbers of bytes to and from the teachers."""
         settings = self.config.distillation
         k = settings.topk_logits_k
-        asked = batch.without_stored(ROUTED_EXPERTS)  # the teachers' routers choose
+        asked = batch.without_stored(ROUTED_EXPERTS, INDEXER_POSITIONS)  # the teachers choose for themselves
         if k is None:
             with clock.phase("teachers"):
                 found = self._of_teachers(asked, rows, lambda model, part: model.start_logprobs(part))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, response_sums
-from nemo_rl_moe.algorithms.sft import SupervisedTraining, keep_as_it_is, train_on_batches
+from nemo_rl_moe.algorithms.sft import SupervisedTraining, keep_as_it_is, num_pairs, train_on_batches
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepRecorder
 from nemo_rl_moe.config.schema import DPOConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader
@@ -76,11 +76,6 @@ def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int
         if not needed.isdisjoint(first_used):
             batches.append(first_used)
     return batches
-
-
-def num_pairs(batch: TokenBatch) -> int:
-    """Return the number of pairs of a batch. It is the weight of the batch in a mean over pairs."""
-    return len(batch) // 2
 
 
 def _sums(logprobs: MeasureLogprobs, batch: TokenBatch) -> Float[Tensor, " batch"]:

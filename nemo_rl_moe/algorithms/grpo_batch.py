@@ -43,6 +43,7 @@ from nemo_rl_moe.rollouts.trajectory import (
     group_turn_rewards,
     trajectory_of_each_sequence,
 )
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 
@@ -273,7 +274,8 @@ def add_logprobs(
     if config.loss_fn.reference_policy_kl_penalty > 0:
         policy.prepare_for_logprobs(clock)
         with clock.phase("reference_logprobs"):
-            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(without_capture)))
+            asked = without_capture.without_stored(INDEXER_POSITIONS)  # the reference chooses for itself
+            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(asked)))
     return batch
 
 

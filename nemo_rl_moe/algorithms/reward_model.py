@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
+from nemo_rl_moe.data.scored_pairs import scored_length
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.rewards.interface import Fault, Score, checked_score
-from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.model_workers import ModelWorkers
@@ -62,16 +62,10 @@ class RewardModel:
             input_ids[row, : len(sequence)] = torch.as_tensor(sequence.token_ids)
         return TokenBatch(
             input_ids=input_ids,
-            lengths=torch.tensor([self._length_of(sequence) for sequence in sequences]),
+            lengths=torch.tensor([scored_length(sequence.token_ids, self.pad_token_id) for sequence in sequences]),
             token_mask=torch.zeros(shape, dtype=torch.bool),
             sample_ids=tuple(trajectory.sample_id for trajectory in trajectories),
         ).with_inputs([sequence.model_inputs for sequence in sequences])
-
-    def _length_of(self, sequence: TokenSequence) -> int:
-        if self.pad_token_id is None:
-            return len(sequence)
-        positions = np.flatnonzero(sequence.token_ids != self.pad_token_id)
-        return int(positions[-1]) + 1 if len(positions) else 1  # for padding alone, transformers takes the first token
 
     def _with_score(self, trajectory: Trajectory, score: float) -> Trajectory:
         checked = checked_score(Score(trajectory.reward + self.weight * score, trajectory.is_correct))

@@ -24,6 +24,7 @@ from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.models.images import sequence_inputs
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 from nemo_rl_moe.routing.metrics.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
@@ -186,7 +187,8 @@ class RoutingMeasurements(RunObserver):
         generation = _of_targets(sample.columns["generation_logprobs"].values, sample)
         metrics = self._noise(bare.with_stored(ROUTED_EXPERTS, own_capture), logprobs)
         if self._has_reference:
-            reference = self._policy.compare_routes(bare.with_stored(ROUTED_EXPERTS, own_capture), reference=True)
+            asked = bare.without_stored(INDEXER_POSITIONS).with_stored(ROUTED_EXPERTS, own_capture)
+            reference = self._policy.compare_routes(asked, reference=True)
             metrics |= with_prefix("routing_drift", reference.differences("from_reference"))
         capture, replayed, of_replay = sample.stored.get(ROUTED_EXPERTS), None, None
         if capture is not None:

@@ -11,6 +11,7 @@ from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
 
@@ -58,27 +59,22 @@ class CaptureVolume(RunObserver):
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        size = captured_bytes(batch)
-        return {} if size is None else {"moe/routing/captured_bytes": float(size)}
+        names = {"routing": ROUTED_EXPERTS, "indexer": INDEXER_POSITIONS}
+        sizes = {name: captured_bytes(batch, column) for name, column in names.items()}
+        return {f"moe/{name}/captured_bytes": float(size) for name, size in sizes.items() if size is not None}
 
 
 class RoutingAnomalyWatch(RunObserver):
-    """Observer that ends a run if replayed routed experts cannot be right.
-
-    Args:
-        stops: Whether an anomaly ends the run. If not, only the loggers' alerts report it.
-    """
-
-    def __init__(self, *, stops: bool):
-        self._stops = stops
+    """Observer that ends a run if replayed routed experts cannot be right. Loggers' alerts report this without it."""
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
         report = ROUTING.of(result.artifacts)
-        if report is not None and report.anomalies and self._stops:
+        if report is not None and report.anomalies:
             found = "; ".join(anomaly.text for anomaly in report.anomalies[:_MOST_SHOWN])
             num_more = len(report.anomalies) - _MOST_SHOWN
             more = f"; and {num_more} more" if num_more > 0 else ""
-            raise RoutingAnomalyError(f"replayed experts cannot be right ({ANOMALY_KEY}: stop): {found}{more}")
+            what = "positions" if {anomaly.kind for anomaly in report.anomalies} == {"indexer"} else "experts"
+            raise RoutingAnomalyError(f"replayed {what} cannot be right ({ANOMALY_KEY}: stop): {found}{more}")
         return {}
 
 
@@ -110,7 +106,7 @@ def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[R
     return [] if check is None else [CheckedRefits(check, engine)]
 
 
-def captured_bytes(batch: TokenBatch) -> int | None:
-    """Return the size of a batch's routed experts in bytes, or None without routed experts."""
-    capture = batch.stored.get(ROUTED_EXPERTS)
+def captured_bytes(batch: TokenBatch, name: str = ROUTED_EXPERTS) -> int | None:
+    """Return the size in bytes of a batch's stored column, such as routed experts, or None without the column."""
+    capture = batch.stored.get(name)
     return None if capture is None else sum(rows.num_bytes for rows in capture.rows if rows is not None)

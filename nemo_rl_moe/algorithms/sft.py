@@ -31,6 +31,11 @@ def keep_as_it_is(batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
     return batch
 
 
+def num_pairs(batch: TokenBatch) -> int:
+    """Return the number of pairs of a batch. It is the weight of the batch in a mean over pairs."""
+    return len(batch) // 2
+
+
 @dataclass(frozen=True)
 class SupervisedTraining:
     """Inputs of a supervised training loop.

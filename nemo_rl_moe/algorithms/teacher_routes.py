@@ -11,6 +11,7 @@ from nemo_rl_moe.config.schema_grpo import RoutingMeasurementsConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
@@ -56,7 +57,7 @@ class TeacherRoutes(RunObserver):
         if every is None or step % every != 0:
             return {}
         metrics: dict[str, float] = {}
-        bare = batch.without_stored(ROUTED_EXPERTS)
+        bare = batch.without_stored(ROUTED_EXPERTS, INDEXER_POSITIONS)
         with clock.phase("teacher_routes"):
             for name, rows in self._rows_of(trajectories).items():
                 of_teacher = bare.select(rows)

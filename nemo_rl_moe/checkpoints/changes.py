@@ -47,16 +47,17 @@ _OTHER_ADAPTERS = "the checkpoint's adapters have other settings"
 OTHER_BASE = "the checkpoint's adapters belong to another base"
 _WRONG_TO_CHANGE_EVERYWHERE = {
     "data.shuffle": ORDER_OF_THE_DATA,
-    "policy.lora": _OTHER_ADAPTERS,
-    "policy.lora.rank": _OTHER_ADAPTERS,
-    "policy.lora.alpha": _OTHER_ADAPTERS,
-    "policy.lora.use_rslora": _OTHER_ADAPTERS,
-    "policy.lora.targets*": _OTHER_ADAPTERS,
-    "policy.lora.experts": _OTHER_ADAPTERS,
+    "*.lora": _OTHER_ADAPTERS,
+    "*.lora.rank": _OTHER_ADAPTERS,
+    "*.lora.alpha": _OTHER_ADAPTERS,
+    "*.lora.use_rslora": _OTHER_ADAPTERS,
+    "*.lora.targets*": _OTHER_ADAPTERS,
+    "*.lora.experts": _OTHER_ADAPTERS,
 }
 _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,
+    "policy.megatron_cfg.mtp_num_layers": _OPTIMIZER_STATE,
     "policy.freeze.vision_tower": _OPTIMIZER_STATE,
     "policy.freeze.projector": _OPTIMIZER_STATE,
     "policy.freeze.language_model": _OPTIMIZER_STATE,
@@ -70,17 +71,17 @@ _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuf
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return key -> old and new value as texts, for each changed key that can change the training.
 
-    Secrets are masked on both sides, and never differ. A key that was null and was removed does not count.
+    Secrets are masked on both sides, and never differ. A key that is null does not count if the other side lacks it.
     """
     renamed = {new_key(key) or key: value for key, value in _as_texts(before).items()}
     old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in renamed.items()}
     if "policy.lora.alpha" in old:  # earlier releases had only this scale
         old.setdefault("policy.lora.use_rslora", _shown(False))
     new = _as_texts(now)
-    gone = {key for key, value in old.items() if value == _shown(None)} - new.keys()
+    absent = {key for key in old.keys() ^ new.keys() if {**old, **new}[key] == _shown(None)}
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
-        for key in sorted((old.keys() | new.keys()) - gone)
+        for key in sorted((old.keys() | new.keys()) - absent)
         if old.get(key) != new.get(key) and not key.startswith(_NOT_REPORTED)
     }
 

@@ -11,8 +11,10 @@ from numpy.typing import ArrayLike
 
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME
 from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
+from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import MasterConfig
-from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
+from nemo_rl_moe.config.schema_policy import FrozenRoleConfig, PolicyConfig, RoleModelConfig, TrainedRoleConfig
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
 
 TRAINING_DATA = "training data"
 MODEL = "model"
@@ -67,27 +69,42 @@ def model_fingerprint(model_name: str) -> str:
 def model_fingerprints(config: MasterConfig) -> dict[str, str]:
     """Return description -> fingerprint of each model that a resumed run reads again. Messages use the description.
 
-    Such models are teachers, a reward model, and the policy's initial model if it is the reference or the base of
-    adapters.
+    Such models are teachers, a reward model, bases of adapters, and the policy's initial model if it is the reference.
     """
-    policy, found = config.policy, {}
-    if policy.lora is not None or algorithm_of(config).needs_reference(config):
-        found[MODEL] = model_fingerprint(policy.model_name)
-    for role, section in roles_of(config).items():
-        if not isinstance(section, TrainedRoleConfig):
-            found[f"{MODEL} of the role {role}"] = model_fingerprint(section.model_name)
+    found, keeps_reference = {}, algorithm_of(config).needs_reference(config)
+    for role, model in _models(config).items():
+        is_frozen = not isinstance(model, PolicyConfig | TrainedRoleConfig)
+        if is_frozen or _has_adapters(model) or (role == POLICY_ROLE and keeps_reference):
+            found[_description(role)] = model_fingerprint(model.model_name)
+        if isinstance(model, FrozenRoleConfig) and model.adapter is not None:
+            found[f"{MODEL}'s adapter of the role {role}"] = model_fingerprint(model.adapter)
     return found
 
 
-def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the old and new fingerprint of the base of adapters if they differ. None if they are equal or unknown.
+def _models(config: MasterConfig) -> dict[str, PolicyConfig | RoleModelConfig]:
+    return {POLICY_ROLE: config.policy, **roles_of(config)}
+
+
+def _has_adapters(model: PolicyConfig | RoleModelConfig) -> bool:
+    return isinstance(model, PolicyConfig | TrainedRoleConfig) and model.lora is not None
+
+
+def _description(role: str) -> str:
+    return MODEL if role == POLICY_ROLE else f"{MODEL} of the role {role}"
+
+
+def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the key, old and new fingerprint of a base of adapters that differs. None if all are equal or unknown.
 
     Args:
         before: The checkpoint's fingerprints.
     """
-    if config.policy.lora is None or MODEL not in before or _content(before[MODEL]) == _content(now[MODEL]):
-        return None
-    return before[MODEL], now[MODEL]
+    for role, model in _models(config).items():
+        name = _description(role)
+        if _has_adapters(model) and name in before and _content(before[name]) != _content(now[name]):
+            section = POLICY_ROLE if role == POLICY_ROLE else key_of_role(config, role)
+            return f"{section}.model_name", before[name], now[name]
+    return None
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

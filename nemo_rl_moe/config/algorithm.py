@@ -14,7 +14,7 @@ from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.checks_distillation import DISTILLATION_RULES
 from nemo_rl_moe.config.checks_ppo import PPO_RULES, gae_has_a_critic
 from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
@@ -52,6 +52,8 @@ class Algorithm:
         updates_per_step: Optimizer steps of one step.
         steps_of_critic_alone: Number of first steps in which the policy does not train.
         needs_reference: Whether workers keep the initial weights.
+        scores_sequences: Whether the policy is a sequence classifier with one label: it has a value head, and predicts
+            no tokens.
         roles: Models other than the policy with separate workers, by role. `cluster.roles` assigns machines to them.
             `roles_of` adds the reward model of rollouts.
         optional_places: Role -> description, for roles other than those in `roles`, such as generation engines, that
@@ -78,6 +80,7 @@ class Algorithm:
     updates_per_step: Callable[[Any], int] = lambda config: 1
     steps_of_critic_alone: Callable[[Any], int] = lambda config: 0
     needs_reference: Callable[[Any], bool] = lambda config: False
+    scores_sequences: bool = False
     roles: Callable[[Any], Mapping[str, RoleModelConfig]] = lambda config: {}
     optional_places: Callable[[Any], Mapping[str, str]] = lambda config: {}
     responses_at_a_time: Callable[[Any], int] | None = None
@@ -161,6 +164,14 @@ ALGORITHMS: dict[str, Algorithm] = {
             needs_reference=lambda config: config.dpo.reference_logprobs == "in_step",
         ),
         Algorithm(
+            name="rm",
+            summary="a reward model from pairs of a chosen and a rejected response (Bradley-Terry)",
+            config_class=RMMasterConfig,
+            resume_keys={"policy.train_global_batch_size": POSITION_IN_THE_DATA, "rm.seed": ORDER_OF_THE_DATA},
+            sequences_per_sample=2,
+            scores_sequences=True,
+        ),
+        Algorithm(
             name="grpo",
             summary="reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)",
             config_class=GRPOMasterConfig,
@@ -170,6 +181,7 @@ ALGORITHMS: dict[str, Algorithm] = {
                 "grpo.seed": ORDER_OF_THE_DATA,
                 "env.mixture.*.weight": ORDER_OF_THE_DATA,
                 "reward_model.model_name": "the rewards would be those of another model",
+                "reward_model.adapter": "the rewards would be those of another adapter",
             },
             updates_per_step=lambda config: config.updates_per_step,
             needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
@@ -201,6 +213,7 @@ ALGORITHMS["distillation"] = replace(
     resume_keys={
         **ALGORITHMS["grpo"].resume_keys,
         "distillation.teachers.*.model_name": "the policy would learn from another teacher",
+        "distillation.teachers.*.adapter": "the policy would learn from another teacher",
     },
     loop="grpo",
     roles=lambda config: config.distillation.teachers,

@@ -13,7 +13,8 @@ from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
-from nemo_rl_moe.config.checks_lora import LORA_RULES
+from nemo_rl_moe.config.checks_lora import ADAPTER_RULES, LORA_RULES
+from nemo_rl_moe.config.checks_mtp import MTP_RULES
 from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES, learning_rates_fall
 from nemo_rl_moe.config.checks_routing import ROUTING_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
@@ -342,7 +343,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     sequence_parallel_goes_with_tensor_parallel,
     expert_tensor_parallel_size_is_possible,
 )
-TRAINING_RULES: tuple[Rule, ...] = (global_batch_divides, learning_rates_fall)
+TRAINING_RULES: tuple[Rule, ...] = (global_batch_divides, learning_rates_fall, *ADAPTER_RULES)
 """Rules for trained roles other than the policy. For the policy, these rules are among the common rules."""
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
@@ -364,5 +365,6 @@ COMMON_RULES: tuple[Rule, ...] = (
     recompute_is_said_once,
     *ROUTING_RULES,
     *LORA_RULES,
+    *MTP_RULES,
     *OPTIMIZER_RULES,
 )

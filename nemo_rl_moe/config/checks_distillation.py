@@ -16,7 +16,10 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
     """Check that there are teachers, and that each scores some responses."""
     teachers, by_environment = config.distillation.teachers, config.distillation.teacher_by_environment
     if not teachers:
-        yield f"{_KEY}.teachers: got none, expected one or more, each with model_name, logprob_batch_size, megatron_cfg"
+        yield (
+            f"{_KEY}.teachers: got none, expected one or more, each with model_name, adapter, logprob_batch_size,"
+            " megatron_cfg"
+        )
     for name in teachers:
         if name in (POLICY_ROLE, GENERATION_ROLE, REWARD_MODEL_ROLE):
             yield f"{_KEY}.teachers.{name}: expected another name: cluster.roles uses this one for another role"
@@ -101,6 +104,7 @@ def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterato
         ("grpo.rollouts.mode", loop.rollouts.mode, "synchronous"),
         ("policy.megatron_cfg.capture_routing", megatron.capture_routing, False),
         ("policy.megatron_cfg.routing_replay", megatron.routing_replay, "none"),
+        ("policy.megatron_cfg.indexer_replay", megatron.indexer_replay, "none"),
     ):
         if found != expected:
             shown, wanted = (str(value).lower() if isinstance(value, bool) else value for value in (found, expected))

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between `policy.lora` and other settings. See `checks.py`."""
+"""Rules between the adapters of a model and other settings. See `checks.py`.
+
+The rules see a role's model as a `policy` section. `role_keys.py` puts the role's keys into their lines.
+"""
 
 from collections.abc import Iterator
 
@@ -87,10 +90,11 @@ def factors_are_there_when_used(config: MasterConfig) -> Iterator[str]:
         )
 
 
-LORA_RULES = (
-    rollouts_know_the_adapters,
+ADAPTER_RULES = (
     experts_and_targets_agree,
     the_base_is_frozen,
     shared_experts_run_alone,
     factors_are_there_when_used,
 )
+"""Rules for any trained model."""
+LORA_RULES = (rollouts_know_the_adapters, *ADAPTER_RULES)

@@ -22,8 +22,8 @@ def environment_has_its_reward_model(config: GRPOMasterConfig) -> Iterator[str]:
     with_it = f"with {by_model[0]}.reward.kind {REWARD_MODEL_ROLE}"
     if config.reward_model is None:
         yield (
-            "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and weight"
-            f" {with_it}"
+            "reward_model: got null, expected a section with model_name, adapter, logprob_batch_size, megatron_cfg and"
+            f" weight {with_it}"
         )
     elif config.reward_model.weight == 0:
         yield f"reward_model.weight: got 0, expected another number {with_it}, since nothing else gives a reward"

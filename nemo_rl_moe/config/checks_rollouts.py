@@ -100,7 +100,26 @@ def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[
         )
 
 
+def replayed_positions_are_captured(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that the engine returns the positions of indexers if training replays them, and that routes are captured,
+    in whose report wrong positions are named."""
+    key, megatron = "policy.megatron_cfg.indexer_replay", config.policy.megatron_cfg
+    if megatron.indexer_replay == "none":
+        return
+    if not config.policy.generation.engine.captures_indexers:
+        yield (
+            f"{key}: got rollout, expected none with policy.generation.backend {config.policy.generation.backend},"
+            " which does not return the positions that indexers choose; backend megatron or megatron_separate does"
+        )
+    if not megatron.capture_routing and megatron.routing_replay != "rollout":
+        yield (
+            f"{key}: got rollout, expected none with policy.megatron_cfg.capture_routing false and routing_replay"
+            f" {megatron.routing_replay}: wrong positions are reported with wrong routes"
+        )
+
+
 ROLLOUT_RULES = (
+    replayed_positions_are_captured,
     replayed_mask_is_bounded_and_returned,
     engine_runs_beside_training,
     lag_is_a_number_of_steps,

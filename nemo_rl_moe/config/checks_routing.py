@@ -84,20 +84,20 @@ def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
     if jitter := fields.get("moe_input_jitter_eps"):
         yield (
             f"{MEGATRON}.moe_input_jitter_eps: got {jitter:g}, expected null: {why} noise at the router changes it"
-            " from pass to pass; only SFT accepts this setting"
+            " from pass to pass; only SFT and reward models accept this setting"
         )
     capacity = fields.get("moe_expert_capacity_factor")
     if capacity is not None and capacity >= 0:
         yield (
             f"{MEGATRON}.moe_expert_capacity_factor: got {capacity:g}, expected null: {why} dropped assignments make"
-            " it depend on the other sequences of its microbatch; only SFT accepts this setting"
+            " it depend on the other sequences of its microbatch; only SFT and reward models accept this setting"
         )
     types = fields.get("moe_router_load_balancing_type")
     if types == "sinkhorn" or (isinstance(types, list) and "sinkhorn" in types):
         yield (
             f"{MEGATRON}.moe_router_load_balancing_type: got sinkhorn, expected aux_loss, seq_aux_loss, global_aux_loss"
-            f" or none: {why} sinkhorn uses another routing rule in training than in other passes; only SFT accepts"
-            " this setting"
+            f" or none: {why} sinkhorn uses another routing rule in training than in other passes; only SFT and reward"
+            " models accept this setting"
         )
 
 

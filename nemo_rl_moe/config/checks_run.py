@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_moe.config.algorithm import AUTO_METRIC, algorithm_of, metric_in_force, roles_of
-from nemo_rl_moe.config.role_keys import key_of_role
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.role_keys import key_of_role, lines_on_trained_models
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, PairMasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_grpo import GRPOConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_policy import FrozenRoleConfig, PolicyConfig
 from nemo_rl_moe.config.schema_run import (
     DURATION_FORM,
     DataSourceConfig,
@@ -21,7 +22,7 @@ from nemo_rl_moe.config.schema_run import (
 )
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
-LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
+LoopMasterConfig = SFTMasterConfig | PairMasterConfig | GRPOMasterConfig
 
 
 def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | GRPOConfig]:
@@ -166,13 +167,20 @@ def chat_template_exists(config: MasterConfig) -> Iterator[str]:
 
 
 def adapter_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """Check that the adapter to begin with is a folder."""
-    lora = config.policy.lora
-    if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
-        yield (
-            f"policy.lora.path: {_not_found(Path(lora.path))}; expected a folder in peft's form, `final` or a"
-            " checkpoint"
-        )
+    """Check that initial adapters and the adapters of frozen roles are folders."""
+
+    def line_on(model: PolicyConfig) -> Iterator[str]:
+        yield from _adapter_problem("policy.lora.path", None if model.lora is None else model.lora.path)
+
+    yield from lines_on_trained_models(config, line_on)
+    for role, frozen in roles_of(config).items():
+        if isinstance(frozen, FrozenRoleConfig):
+            yield from _adapter_problem(f"{key_of_role(config, role)}.adapter", frozen.adapter)
+
+
+def _adapter_problem(key: str, path: str | None) -> Iterator[str]:
+    if path is not None and not Path(path).is_dir():
+        yield f"{key}: {_not_found(Path(path))}; expected a folder in peft's form, `final` or a checkpoint"
 
 
 def training_data_exists(config: LoopMasterConfig) -> Iterator[str]:

@@ -62,10 +62,13 @@ class Engine:
         number_format: Function from the section `policy` to the number format of the engine's computation. It returns
             None if the format is unknown.
         captures_routes: Whether the engine's sequences contain routed experts.
+        captures_indexers: Whether the engine's sequences can contain the positions that indexers choose.
         returns_kept_tokens: Whether the engine returns the tokens that top-k and top-p left to sample from
             (`loss_fn.sampling_mask`).
         takes_adapters: Whether the engine can apply the policy's adapters to a base that it keeps
             (`policy.generation.lora_refit`).
+        lacks_base: Whether an engine that takes adapters starts without the policy's weights. Its first refit then
+            includes the base.
     """
 
     name: str
@@ -79,8 +82,10 @@ class Engine:
     check_model: Callable[["GRPOMasterConfig", Any], None] = lambda config, hf_config: None
     number_format: Callable[["GeneratingPolicyConfig"], str | None] = lambda policy: None
     captures_routes: Callable[["GRPOMasterConfig"], bool] = lambda config: False
+    captures_indexers: bool = False
     returns_kept_tokens: bool = False
     takes_adapters: bool = False
+    lacks_base: bool = False
 
     def factory(self) -> Callable[[Any], Any]:
         """Return the function that starts the engine. Import the function if `make` is its name."""

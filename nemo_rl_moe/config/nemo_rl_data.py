@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, Translation, shown
 
+_OF_PAIRS = ("dpo", "rm")
 Form = Literal["answers", "conversations", "pairs"]
 _WANTED: dict[str, tuple[Form, str]] = {
     "sft": ("conversations", "its records are pairs: name the responses to train on as data.completion_key"),
-    "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
+    **dict.fromkeys(_OF_PAIRS, ("pairs", "its records are no pairs: write `chosen` and `rejected`")),
 }
 _ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")
-"""Form of the records that an algorithm reads, and the advice for records of another form: `_WANTED` for SFT and DPO,
-`_ANSWERS` for other algorithms."""
+"""Form of the records that an algorithm reads, and the advice for records of another form: `_WANTED` for algorithms of
+samples and pairs, `_ANSWERS` for other algorithms."""
 _NAMED = {
     "sft": {"chat_key": "messages_key", "system_key": "system_key"},
-    "dpo": {name: name for name in ("prompt_key", "chosen_key", "rejected_key")},
+    **{algorithm: {name: name for name in ("prompt_key", "chosen_key", "rejected_key")} for algorithm in _OF_PAIRS},
 }
 """Algorithm -> NeMo-RL's setting that names a key of the records -> the setting here."""
 _IN_FILES = "ResponseDataset"
@@ -154,7 +155,7 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
     name = _of(theirs, part, "dataset_name")
     subject = f"data.{part}.dataset_name: {name}"
     if path is not None:
-        if name == _RANKED and translation.algorithm == "dpo":
+        if name == _RANKED and translation.algorithm in _OF_PAIRS:
             translation.obstacles.append(
                 f"{subject}: its records rank `completions`: write `prompt`, `chosen` and `rejected`; where the better"
                 " one always stands first, set data.prompt_key=context, data.chosen_key=completions.0.completion and"

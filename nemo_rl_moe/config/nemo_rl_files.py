@@ -76,7 +76,6 @@ def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
         )
     found = [name for name in BASES if isinstance(theirs.get(name), Mapping)]
     if len(found) != 1:
-        others = [name for name in ("rm",) if name in theirs]
-        got = f"got {', '.join(found or others)}" if found or others else "none of them"
+        got = f"got {', '.join(found)}" if found else "none of them"
         raise ConfigurationError(f"{path}: expected one section of {', '.join(BASES)}: {got}")
     return found[0]

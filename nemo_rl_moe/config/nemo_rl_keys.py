@@ -65,7 +65,8 @@ def _or_never(period: Any) -> Any:
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    **{f"{loop}.val_period": _or_never for loop in ("sft", "dpo", "grpo", "ppo", "distillation")},
+    **{f"{loop}.val_period": _or_never for loop in ("sft", "dpo", "rm", "grpo", "ppo", "distillation")},
+    "rm.max_num_steps": lambda steps: None if steps is None or steps < 0 else steps,
     "checkpointing.metric_name": metric_name,
     **dict.fromkeys(
         ("grpo.async_grpo.enabled", "ppo.async_ppo.enabled"),

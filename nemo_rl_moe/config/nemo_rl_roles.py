@@ -30,7 +30,8 @@ def teacher(theirs: Theirs, translation: Translation) -> None:
     values = translation.values
     if not theirs.has("teacher"):
         translation.obstacles.append("distillation.teachers: no section teacher there: name the models to learn from")
-    values["distillation.teachers"] = {"teacher": nested(_model(theirs, translation, "teacher", "teacher"))}
+    model = _model(theirs, translation, "teacher", "teacher") | {"adapter": None}
+    values["distillation.teachers"] = {"teacher": nested(model)}
     values |= {"grpo.adv_estimator.name": "reinforce", "grpo.adv_estimator.normalize_rewards": False}
 
 

@@ -15,6 +15,7 @@ from nemo_rl_moe.config.suggestions import shortened
 BASES = {
     "sft": BASE_OF["sft"],
     "dpo": "dpo.yaml",
+    "rm": "rm.yaml",
     "grpo": BASE_OF["grpo"],
     "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
@@ -52,7 +53,7 @@ class Translation:
     def generates(self) -> bool:
         """Whether the settings of the algorithm's loop are in the section `grpo` here. In NeMo-RL, their section has
         the algorithm's name."""
-        return self.algorithm not in ("sft", "dpo")
+        return self.algorithm not in ("sft", "dpo", "rm")
 
     def nested(self) -> dict[str, Any]:
         """Return the values as nested sections, with `defaults` naming the shipped configuration from which they

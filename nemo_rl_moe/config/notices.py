@@ -5,14 +5,21 @@
 Each notice is a pure function that yields lines. Errors are reported by the rules in `checks.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force, roles_of
 from nemo_rl_moe.config.checks_run import LoopMasterConfig, chooses_by_validation, loop_section
-from nemo_rl_moe.config.role_keys import key_of_role
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
+from nemo_rl_moe.config.role_keys import key_of_role, lines_on_trained_models
+from nemo_rl_moe.config.schema import (
+    DPOMasterConfig,
+    GRPOMasterConfig,
+    MasterConfig,
+    PairMasterConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+)
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
+from nemo_rl_moe.config.schema_policy import PolicyConfig, TrainedRoleConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import counted
@@ -21,7 +28,7 @@ from nemo_rl_moe.errors import counted
 def notices(config: LoopMasterConfig, num_steps: int, num_samples: int | None = None) -> list[str]:
     """Return a line for each notice of a run. `num_samples` is the number of samples in an epoch, or None if epochs are
     not divided into batches."""
-    found = [line for notice in NOTICES for line in notice(config, num_steps)]
+    found = [line for notice in NOTICES for line in notice(config, num_steps)] + rates_for_adapters(config)
     return found if num_samples is None else [*found, *left_out_of_an_epoch(config, num_steps, num_samples)]
 
 
@@ -35,7 +42,7 @@ def left_out_of_an_epoch(config: LoopMasterConfig, num_steps: int, num_samples: 
     size = config.policy.train_global_batch_size
     if isinstance(config, GRPOMasterConfig):
         kind, key, size = "prompts", "grpo.num_prompts_per_step", config.grpo.num_prompts_per_step
-    elif isinstance(config, DPOMasterConfig):
+    elif isinstance(config, PairMasterConfig):
         kind = "pairs"
     left_out, whole = num_samples % size, num_samples // size
     if left_out >= LEAST_SHARE_LEFT_OUT * num_samples > 0 and num_steps >= whole:
@@ -205,6 +212,36 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
             " contains this factor; top_p 1 and top_k null remove the difference, and loss_fn.sampling_mask replay"
             " trains with the probabilities of the kept tokens"
         )
+
+
+ADAPTER_RATE = 10
+"""Best learning rate of adapters relative to that of all weights, by Schulman et al. 2025, LoRA Without Regret."""
+RATES_OF_WEIGHTS: Mapping[type[MasterConfig], float] = {
+    SFTMasterConfig: 1e-5,
+    DPOMasterConfig: 5e-7,
+    RMMasterConfig: 2e-6,
+    GRPOMasterConfig: 1e-6,
+}
+"""Class of the configuration -> learning rate of all weights in the shipped configuration that others begin with."""
+RATE_OF_A_CRITIC = 1e-5
+"""Learning rate of all weights of a critic, in `ppo_math_1B.yaml`."""
+
+
+def rates_for_adapters(config: MasterConfig) -> list[str]:
+    """Return a line with a proposal for each model whose adapters have a learning rate that is usual for all
+    weights."""
+    usual = next((rate for kind, rate in RATES_OF_WEIGHTS.items() if isinstance(config, kind)), 0.0)
+
+    def line_on(model: PolicyConfig) -> Iterator[str]:
+        lr, most = model.megatron_cfg.optimizer.lr, usual if model is config.policy else RATE_OF_A_CRITIC
+        if model.lora is not None and 0 < lr <= most:
+            yield (
+                f"policy.megatron_cfg.optimizer.lr: {lr:g} is usual for all weights; adapters (policy.lora) learned"
+                f" best at about {ADAPTER_RATE} times the rate of all weights in Schulman et al. 2025, LoRA Without"
+                f" Regret, which would be {ADAPTER_RATE * lr:g}"
+            )
+
+    return list(lines_on_trained_models(config, line_on))
 
 
 NOTICES = (

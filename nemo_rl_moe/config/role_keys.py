@@ -6,19 +6,21 @@ Rules and loaders see the role's model as a `policy` section, so their lines nam
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
 
 from nemo_rl_moe.config.algorithm import roles_of
 from nemo_rl_moe.config.schema import MasterConfig
-from nemo_rl_moe.config.schema_policy import RoleModelConfig, RoleParallelConfig
+from nemo_rl_moe.config.schema_lora import LoraConfig
+from nemo_rl_moe.config.schema_policy import PolicyConfig, RoleModelConfig, RoleParallelConfig, TrainedRoleConfig
 
 _POLICY_KEY = re.compile(r"\bpolicy\.([a-z_]+(?:\.[a-z_]+)*)")
 _OTHER_NAMES = {
     "train_micro_batch_size": "logprob_batch_size",
     "megatron_cfg.optimizer.lr": "lr",
     "megatron_cfg.scheduler.lr_warmup_iters": "lr_warmup_iters",
+    **dict.fromkeys(("lora", *(f"lora.{name}" for name in LoraConfig.model_fields)), "adapter"),
 }
 """Key in `policy` -> key in the role's section, for settings with another name there, if the role has them."""
 _UNEVEN_STAGES = re.compile(r"; expected, for one, num_layers_in_first_pipeline_stage=.*")
@@ -49,10 +51,19 @@ def role_problems(config: MasterConfig, role: str, problems: Iterable[str]) -> l
     return lines
 
 
+def lines_on_trained_models(config: MasterConfig, lines_on: Callable[[PolicyConfig], Iterator[str]]) -> Iterator[str]:
+    """Yield lines about the policy and about each role that trains, with the role's keys."""
+    yield from lines_on(config.policy)
+    for role, model in roles_of(config).items():
+        if isinstance(model, TrainedRoleConfig):
+            yield from role_problems(config, role, lines_on(model.as_policy(config.policy)))
+
+
 def _own_names(model: RoleModelConfig) -> dict[str, str]:
     """Key in `policy` -> key in the role's section, for the settings that the role has too."""
     fields = type(model).model_fields
     same = [*fields, *(f"megatron_cfg.{name}" for name in RoleParallelConfig.model_fields)]
+    same += [f"lora.{name}" for name in LoraConfig.model_fields if "lora" in fields]
     return {name: name for name in same} | {ours: own for ours, own in _OTHER_NAMES.items() if own in fields}
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of each algorithm, and the section that only DPO has."""
+"""The configuration of each algorithm, and the sections that only DPO and reward models have."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -33,6 +33,7 @@ from nemo_rl_moe.config.schema_run import (
     LoggerConfig,
     PairDataConfig,
     SampleDataConfig,
+    ScoredPairDataConfig,
 )
 
 
@@ -77,6 +78,14 @@ class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     set."""
 
 
+class RMConfig(SupervisedLoopConfig):
+    """Training of a reward model: the loop and its loss. A sample is a pair of responses."""
+
+    center_rewards_coefficient: Coefficient
+    """Weight of the squared sum of a pair's two scores in the loss, which keeps scores around 0. 0: the loss does not
+    contain it."""
+
+
 class SFTConfig(SupervisedLoopConfig):
     """The loop of supervised fine-tuning."""
 
@@ -110,12 +119,26 @@ class SFTMasterConfig(MasterConfig):
     """The samples to train on and to validate with."""
 
 
-class DPOMasterConfig(MasterConfig):
+class PairMasterConfig(MasterConfig):
+    """The configuration of a run that learns from pairs of responses. The batch sizes count pairs."""
+
+    data: PairDataConfig
+    """The pairs to train on and to validate with."""
+
+
+class DPOMasterConfig(PairMasterConfig):
     """The configuration of a run of direct preference optimization. The batch sizes count pairs."""
 
     dpo: DPOConfig
     """The loop and its loss."""
-    data: PairDataConfig
+
+
+class RMMasterConfig(PairMasterConfig):
+    """The configuration of a run that trains a reward model. The batch sizes count pairs."""
+
+    rm: RMConfig
+    """The loop and its loss."""
+    data: ScoredPairDataConfig
     """The pairs to train on and to validate with."""
 
 

@@ -8,10 +8,10 @@ from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_base import Coefficient, PositiveInt, StrictModel, Text, WholeOrLess
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
-from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, RoleModelConfig
+from nemo_rl_moe.config.schema_policy import FrozenRoleConfig, MegatronConfig, PolicyConfig
 
 
-class TeacherConfig(RoleModelConfig):
+class TeacherConfig(FrozenRoleConfig):
     """A model to learn from."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
@@ -25,7 +25,7 @@ class TeacherConfig(RoleModelConfig):
         of_rollouts = RolloutMegatronConfig.model_fields.keys() - MegatronConfig.model_fields.keys()
         routes = {name: getattr(of_policy, name) for name in of_rollouts}
         captures = of_policy.capture_routing or of_policy.routing_replay != "none"
-        routes |= {"capture_routing": captures, "routing_replay": "none"}
+        routes |= {"capture_routing": captures, "routing_replay": "none", "indexer_replay": "none"}
         return role.model_copy(update={"megatron_cfg": RolloutMegatronConfig.model_construct(**own, **routes)})
 
 

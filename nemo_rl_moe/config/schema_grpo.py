@@ -305,6 +305,10 @@ class RolloutMegatronConfig(MegatronConfig):
     routing_replay_load: Literal["live", "replayed"]
     """Which experts auxiliary losses and the expert bias count under replay. live: the experts that the routers would
     choose, because the losses should balance this choice. replayed: the experts that are used."""
+    indexer_replay: Literal["none", "rollout"]
+    """Which tokens attention sees in training, in models with an indexer (DeepSeek-V3.2). none: the indexer's choice.
+    rollout: the choice of the rollout's indexer, also in log-probability passes. The engine then returns the
+    positions, 4 bytes for each of `index_topk` positions per token and layer."""
     routing_measurements: RoutingMeasurementsConfig
     """Measures the mismatch of rollout and training by cause, its noise floor, and the drift of routing. Needs
     `capture_routing`."""

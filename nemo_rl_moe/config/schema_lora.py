@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `policy.lora` section: low-rank adapters of frozen weights (Hu et al. 2021, LoRA)."""
+"""The `lora` section of a trained model: low-rank adapters of frozen weights (Hu et al. 2021, LoRA)."""
 
 import math
 from typing import Annotated, Literal

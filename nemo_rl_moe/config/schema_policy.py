@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields
 from nemo_rl_moe.config.schema_base import (
+    Coefficient,
     NonNegativeInt,
     PathText,
     PositiveInt,
@@ -204,6 +205,14 @@ class MegatronConfig(MoeTransformerFields):
     modules."""
     freeze_moe_router: bool
     """Do not train the routers' weights."""
+    mtp_num_layers: PositiveInt | None
+    """Train the model's layers of multi-token prediction (MTP). Must be the number that its config.json declares. null:
+    do not train them. Exported weights then contain them unchanged."""
+    mtp_loss_scaling_factor: Coefficient
+    """Factor of the MTP layers' loss, the negative log-probability of the trained tokens that they predict."""
+    mtp_detach_heads: bool
+    """Whether the MTP layers' loss trains only these layers. false: it also trains the model, with its embedding and
+    output layer."""
     track_moe_metrics: bool
     """Log MoE metrics under `moe/`."""
     moe_per_layer_logging: bool
@@ -314,8 +323,8 @@ class RoleParallelConfig(StrictModel):
 
 
 class RoleModelConfig(StrictModel):
-    """A model other than the policy, such as a teacher, that only runs forward passes. The model reads the policy's
-    tokens. Settings that have no key in this section are the policy's."""
+    """A model other than the policy, such as a teacher. The model reads the policy's tokens. Settings that have no key
+    in this section are the policy's."""
 
     model_name: PathText
     """A folder with a Hugging Face `config.json` and weights, or a name on the hub. Any supported architecture."""
@@ -339,6 +348,7 @@ class RoleModelConfig(StrictModel):
             "num_layers_in_last_pipeline_stage": None,
             "model_overrides": {},
             "activation_checkpointing": "none",
+            "mtp_num_layers": None,
             "track_moe_metrics": False,
             "moe_per_layer_logging": False,
             "log_moe_overload_factor": False,
@@ -359,6 +369,13 @@ class RoleModelConfig(StrictModel):
         )
 
 
+class FrozenRoleConfig(RoleModelConfig):
+    """A model other than the policy that does not train."""
+
+    adapter: PathText | None
+    """Folder of an adapter that the model computes with: of peft, a run's `final` or a checkpoint. null: none."""
+
+
 class TrainedRoleConfig(RoleModelConfig):
     """A model other than the policy that trains with it and has its own optimizer, such as a critic."""
 
@@ -366,6 +383,8 @@ class TrainedRoleConfig(RoleModelConfig):
     """Highest learning rate, reached at the end of the warm-up."""
     lr_warmup_iters: NonNegativeInt
     """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
+    lora: LoraConfig | None
+    """Train low-rank adapters on frozen weights, and all weights of a value head. null: train the weights."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
         """Return the role's model as a `policy` section, with `logprob_batch_size` as its `train_micro_batch_size`."""
@@ -375,4 +394,5 @@ class TrainedRoleConfig(RoleModelConfig):
             "optimizer": of_policy.optimizer.model_copy(update={"lr": self.lr, "min_lr": None}),
             "scheduler": of_policy.scheduler.model_copy(update={"lr_warmup_iters": self.lr_warmup_iters}),
         }
-        return role.model_copy(update={"megatron_cfg": role.megatron_cfg.model_copy(update=own)})
+        megatron = role.megatron_cfg.model_copy(update=own)
+        return role.model_copy(update={"lora": self.lora, "megatron_cfg": megatron})

@@ -3,10 +3,10 @@
 """The section `reward_model` of GRPO and of the algorithms that share its rollouts."""
 
 from nemo_rl_moe.config.schema_environment import RewardWeight
-from nemo_rl_moe.config.schema_policy import RoleModelConfig
+from nemo_rl_moe.config.schema_policy import FrozenRoleConfig
 
 
-class RewardModelConfig(RoleModelConfig):
+class RewardModelConfig(FrozenRoleConfig):
     """A sequence classifier with one label that scores complete trajectories. Its `model_name` is a
     `ForSequenceClassification` model of transformers with the policy's tokenizer."""
 

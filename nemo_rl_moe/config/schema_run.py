@@ -141,6 +141,14 @@ class PairDataConfig(ResponseDataConfig):
         )
 
 
+class ScoredPairDataConfig(PairDataConfig):
+    """The pairs from which a reward model learns, and their keys."""
+
+    margin_key: Text | None
+    """Key of a record that holds its margin: the number by which the chosen response's score should at least exceed the
+    rejected one's. null: `margin`, which all records or no records have."""
+
+
 def _named(**keys: str | None) -> dict[str, str]:
     return {own: key for own, key in keys.items() if key is not None}
 

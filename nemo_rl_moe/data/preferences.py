@@ -16,6 +16,7 @@ from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, 
 from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore, collate
+from nemo_rl_moe.data.margins import MARGINS, Margins
 from nemo_rl_moe.data.messages import SYSTEM_ROLES, Message, parse_turns
 from nemo_rl_moe.data.record_forms import (
     MORE_KEYS,
@@ -48,11 +49,16 @@ _OTHER_KEYS = "to use other keys, set data.chosen_key and data.rejected_key"
 
 @dataclass(frozen=True)
 class PreferenceRecord:
-    """Two responses to one prompt. Both examples include the prompt."""
+    """Two responses to one prompt. Both examples include the prompt.
+
+    Attributes:
+        margin: See `PreferencePair`.
+    """
 
     sample_id: str
     chosen: Example
     rejected: Example
+    margin: float | None = None
 
 
 def parse_preference(
@@ -61,6 +67,7 @@ def parse_preference(
     image_key: str | None = None,
     keys: Keys = NO_KEYS,
     form: FormOfLines | None = None,
+    margins: Margins | None = None,
 ) -> PreferenceRecord:
     """Parse one decoded record.
 
@@ -72,9 +79,11 @@ def parse_preference(
     Args:
         image_key: Key of the prompt's images next to the messages. None: such images are not read.
         form: Keys of the earlier lines, which this line must have too.
+        margins: How margins are read. None: not at all.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with prompt, chosen and rejected")
+    margin = None if margins is None else margins.margin_of(record)
     formed = own_pair(record, keys)
     record = formed.record
     missing = [formed.name(name) for name in RESPONSES if record.get(name) is None]
@@ -130,27 +139,37 @@ def parse_preference(
         sample_id,
         example("chosen", chosen, plain[1] if plain else ""),
         example("rejected", rejected, plain[2] if plain else ""),
+        margin,
     )
     if form is not None:
         # Sorted, because if a number compares the responses, either of them may be the better one.
         responses = " and ".join(sorted(map(formed.name, RESPONSES)))
         form.require_same({"data.chosen_key and data.rejected_key": responses}, sample_id)
+        if margins is not None:
+            form.require_same({"data.margin_key": "no margin" if margin is None else "a margin"}, sample_id)
     return pair
 
 
-def pair_parser(image_key: str | None, keys: Keys) -> Callable[[object, str], PreferenceRecord]:
+def pair_parser(
+    image_key: str | None, keys: Keys, margins: Margins | None = None
+) -> Callable[[object, str], PreferenceRecord]:
     """Return a function that parses the records of one data set. All records must have the same keys."""
-    return partial(parse_preference, image_key=image_key, keys=keys, form=FormOfLines())
+    return partial(parse_preference, image_key=image_key, keys=keys, form=FormOfLines(), margins=margins)
 
 
 def preference_columns(
-    path: str, names: Sequence[str], image_key: str | None = None, keys: Keys = NO_KEYS
+    path: str,
+    names: Sequence[str],
+    image_key: str | None = None,
+    keys: Keys = NO_KEYS,
+    margins: Margins | None = None,
 ) -> list[str]:
     """Return the columns to read, out of the columns `names` of a table. Raises `DataError` if it has no responses."""
     named = columns_of(path, names, {f"data.{own}_key": key for own, key in keys.items()})
     if not named and not any(name in names for name in RESPONSE_KEYS):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}; {_OTHER_KEYS}")
-    wanted = (*named, *PAIR_KEYS, *MORE_KEYS, *TEMPLATE_COLUMNS, *image_columns(names, image_key))
+    of_margin = () if margins is None else margins.columns(path, names)
+    wanted = (*named, *PAIR_KEYS, *MORE_KEYS, *TEMPLATE_COLUMNS, *image_columns(names, image_key), *of_margin)
     return [name for name in dict.fromkeys(wanted) if name in names]
 
 
@@ -191,6 +210,7 @@ class PreferencePair:
     """Two responses to one prompt, tokenized.
 
     Attributes:
+        margin: Number by which the chosen response's score should at least exceed the rejected one's. None: not given.
         reference_sums: Log-probability of the chosen and the rejected response under the reference model, in nats.
             None: not computed.
     """
@@ -198,9 +218,8 @@ class PreferencePair:
     chosen: TokenizedExample
     rejected: TokenizedExample
     reference_sums: tuple[float, float] | None = None
+    margin: float | None = None
 
-
-_TokenizedPair = tuple[TokenizedExample, TokenizedExample]
 
 WORDS = ReportWords("pair", "of responses", "no two different responses before truncation")
 WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not all images, before truncation")
@@ -215,10 +234,12 @@ class PreferenceDataset(Sequence[PreferencePair]):
         examples: TokenStore,
         report: DataReport,
         reference_sums: Float[np.ndarray, "pairs 2"] | None = None,
+        margins: Sequence[float | None] | None = None,
     ):
         self.report = report
         self._examples = examples
         self._reference_sums = reference_sums
+        self._margins = margins
 
     def __len__(self) -> int:
         return len(self._examples) // 2
@@ -231,7 +252,8 @@ class PreferenceDataset(Sequence[PreferencePair]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         position = range(len(self))[index]  # takes negative indices, and raises IndexError past the end
-        pair = PreferencePair(self._examples[2 * position], self._examples[2 * position + 1])
+        margin = None if self._margins is None else self._margins[position]
+        pair = PreferencePair(self._examples[2 * position], self._examples[2 * position + 1], margin=margin)
         if self._reference_sums is None:
             return pair
         chosen, rejected = self._reference_sums[position].tolist()
@@ -239,7 +261,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
 
     def with_reference_sums(self, sums: Float[np.ndarray, "pairs 2"]) -> "PreferenceDataset":
         """Return the pairs with these log-probabilities of their responses under the reference model."""
-        return PreferenceDataset(self._examples, self.report, sums)
+        return PreferenceDataset(self._examples, self.report, sums, self._margins)
 
 
 def load_preferences(
@@ -252,6 +274,7 @@ def load_preferences(
     images: RecordImages = NO_IMAGES,
     speech: Speech | None = None,
     keys: Keys = NO_KEYS,
+    margins: Margins | None = None,
 ) -> PreferenceDataset:
     """Read, tokenize and return pairs of responses.
 
@@ -259,15 +282,16 @@ def load_preferences(
         path: A file of text, or a data set that `datasets` can load.
         max_length: Maximum number of tokens of each sequence, prompt and response together.
         speech: See `batch_tokenizer`.
+        margins: How margins are read. None: not at all.
     """
     tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
     source = open_lines(
         path,
         split,
-        pair_parser(images.key, keys),
-        partial(preference_columns, image_key=images.key, keys=keys),
+        pair_parser(images.key, keys, margins),
+        partial(preference_columns, image_key=images.key, keys=keys, margins=margins),
     )
-    kind: ItemKind[PreferenceRecord, _TokenizedPair] = ItemKind(
+    kind: ItemKind[PreferenceRecord, PreferencePair] = ItemKind(
         WORDS if images.tokens is None else WORDS_WITH_IMAGES,
         lambda records: _tokenized_pairs(records, tokenize),
         _size_of,
@@ -277,7 +301,8 @@ def load_preferences(
         ),
     )
     pairs, report = read_items(source, kind, on_bad_line)
-    return PreferenceDataset(TokenStore([example for pair in pairs for example in pair]), report)
+    examples = TokenStore([example for pair in pairs for example in (pair.chosen, pair.rejected)])
+    return PreferenceDataset(examples, report, margins=[pair.margin for pair in pairs])
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
@@ -286,23 +311,30 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()
     columns = {REFERENCE_SUMS: per_sequence(values)} if sums else {}
+    margins = [pair.margin for pair in pairs if pair.margin is not None]
+    if margins:
+        columns[MARGINS] = per_sequence(torch.tensor(margins, dtype=torch.float64).repeat_interleave(2))
     return replace(batch.with_columns(**columns), group_size=2)
 
 
-def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
+def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[PreferencePair | BadLine]:
     sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
     return [
-        chosen if isinstance(chosen, BadLine) else rejected if isinstance(rejected, BadLine) else (chosen, rejected)
-        for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True)
+        chosen
+        if isinstance(chosen, BadLine)
+        else rejected
+        if isinstance(rejected, BadLine)
+        else PreferencePair(chosen, rejected, margin=record.margin)
+        for record, chosen, rejected in zip(records, sequences[::2], sequences[1::2], strict=True)
     ]
 
 
-def _size_of(pair: _TokenizedPair) -> ItemSize:
+def _size_of(pair: PreferencePair) -> ItemSize:
     """Return the size of both sequences together. A pair is dropped if truncation leaves no two different responses."""
-    chosen, rejected = pair
-    trained = [sequence.num_trained_tokens() for sequence in pair]
+    chosen, rejected = pair.chosen, pair.rejected
+    trained = [sequence.num_trained_tokens() for sequence in (chosen, rejected)]
     is_dropped = (
-        any(sequence.lacks_images for sequence in pair)
+        any(sequence.lacks_images for sequence in (chosen, rejected))
         or not all(trained)
         or np.array_equal(chosen.input_ids, rejected.input_ids)
     )

@@ -255,8 +255,8 @@ class TokenBatch:
     def with_stored(self, name: str, column: StoredColumn) -> "TokenBatch":
         return replace(self, stored={**self.stored, name: column})
 
-    def without_stored(self, name: str) -> "TokenBatch":
-        return replace(self, stored={other: column for other, column in self.stored.items() if other != name})
+    def without_stored(self, *names: str) -> "TokenBatch":
+        return replace(self, stored={other: column for other, column in self.stored.items() if other not in names})
 
     def for_model(self) -> "TokenBatch":
         """Return the batch with only the columns for the model, stored ones included."""

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -138,6 +139,10 @@ class PromptScores:
     top_logprobs: Float[np.ndarray, " tokens"]
 
 
+CAPTURED = ("routed_experts", "indexer_positions")
+"""Attributes of a generated sequence with the model's choices in the passes over its tokens."""
+
+
 @dataclass(frozen=True)
 class GeneratedSequence:
     """The continuation of one sequence.
@@ -151,6 +156,8 @@ class GeneratedSequence:
         routed_experts: Experts of all tokens of the sequence, prompt included, in each MoE layer, `[moe_layers, topk]`
             int16 for each token, -1 if unknown; None if the engine reports none. The last token was never fed to the
             model, and has none.
+        indexer_positions: Positions that all tokens of the sequence see in each layer with an indexer, `[layers, k]`
+            int32 for each token, counted from the sequence's start, then -1; None if not requested.
         kept_mass: Total probability of each token's sampling mask; None if top-k and top-p exclude no token, or the
             engine does not report it.
         kept_tokens: Sampling mask of each sampled token, at its position in the full sequence: `[top_k]` int32, padded
@@ -168,6 +175,7 @@ class GeneratedSequence:
     is_truncated: bool
     weight_version: int | Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
+    indexer_positions: StoredRows | None = None
     kept_mass: Float[np.ndarray, " tokens"] | None = None
     kept_tokens: StoredRows | None = None
     num_cached_tokens: int | None = None
@@ -180,12 +188,7 @@ class GeneratedSequence:
         if not len(self.token_ids):
             return later
         parts = (self, later)
-        routes, kept = self.routed_experts, [part.kept_mass for part in parts if part.kept_mass is not None]
-        if routes is not None and later.routed_experts is not None:
-            routes = routes.followed_by(later.routed_experts)
-        kept_tokens = self.kept_tokens
-        if kept_tokens is not None and later.kept_tokens is not None:
-            kept_tokens = kept_tokens.followed_by(later.kept_tokens)
+        kept = [part.kept_mass for part in parts if part.kept_mass is not None]
         cached = [part.num_cached_tokens for part in parts if part.num_cached_tokens is not None]
         versions = [np.broadcast_to(np.asarray(part.weight_version), len(part.token_ids)) for part in parts]
         return replace(
@@ -193,25 +196,33 @@ class GeneratedSequence:
             token_ids=np.concatenate([part.token_ids for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             weight_version=np.concatenate(versions),
-            routed_experts=routes if later.routed_experts is not None else None,
+            routed_experts=_joined(self.routed_experts, later.routed_experts),
+            indexer_positions=_joined(self.indexer_positions, later.indexer_positions),
             kept_mass=np.concatenate(kept) if len(kept) == len(parts) else None,
-            kept_tokens=kept_tokens if later.kept_tokens is not None else None,
+            kept_tokens=_joined(self.kept_tokens, later.kept_tokens),
             num_cached_tokens=sum(cached) if cached else None,
             waited_s=self.waited_s + later.waited_s,
             prompt_scores=self.prompt_scores,
         )
 
 
-def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Put the sequences' routed experts into a store, and return the sequences with references to them.
+def _joined(before: StoredRows | None, later: StoredRows | None) -> StoredRows | None:
+    return None if before is None or later is None else before.followed_by(later)
 
-    Requires that all sequences or none have routes in memory. Without routes, the sequences are returned unchanged.
+
+def store_captured(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
+    """Put the sequences' routed experts and indexers' positions into a store. Return the sequences with references.
+
+    Requires that all sequences or none have them in memory. Without them, the sequences are returned unchanged.
     """
-    routes = [sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None]
-    if len(routes) < len(sequences):
-        return list(sequences)
-    pairs = zip(sequences, store.keep(routes), strict=True)
-    return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
+    found = list(sequences)
+    for name in CAPTURED:
+        rows = [getattr(sequence, name) for sequence in found]
+        if None not in rows:
+            stored = store.keep([each.pieces[0].source for each in rows])
+            changes: list[dict[str, Any]] = [{name: each} for each in stored]
+            found = [replace(sequence, **change) for sequence, change in zip(found, changes, strict=True)]
+    return found
 
 
 def store_kept_tokens(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:

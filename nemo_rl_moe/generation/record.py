@@ -29,5 +29,6 @@ ENGINE = Engine(
     shares_weights=True,
     number_format=lambda policy: policy.precision,
     captures_routes=lambda config: True,
+    captures_indexers=True,
     returns_kept_tokens=True,
 )

@@ -52,7 +52,10 @@ def _checks_of_models(config: MasterConfig) -> Iterator[Callable[[], object]]:
             if name != POLICY_ROLE:
                 role_transformer(config, name, roles_of(config)[name])
                 return
-            build_transformer_config(config.policy, load_hf_config(config.policy.model_name))
+            hf_config = load_hf_config(config.policy.model_name)
+            build_transformer_config(config.policy, hf_config)
+            if isinstance(config, GRPOMasterConfig):
+                config.policy.generation.engine.check_model(config, hf_config)
             if problems := too_long_sequences(config.policy, load_config_json(config.policy.model_name)):
                 raise ConfigurationError(problems)
 

@@ -17,6 +17,7 @@ from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.launch.output_folder import require_free, staged
+from nemo_rl_moe.models.classifiers import as_classifier, classifier_problem
 from nemo_rl_moe.models.families import vision_family_of
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
@@ -25,6 +26,7 @@ from nemo_rl_moe.models.hf_files import (
     load_config_json,
     load_hf_config,
 )
+from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.model_files import (
     NUMBER_FORMATS,
     NumberFormat,
@@ -35,7 +37,7 @@ from nemo_rl_moe.models.model_files import (
     missing_code_line,
     write_model_files,
 )
-from nemo_rl_moe.models.peft_files import ExpertForm, lora_of_folder
+from nemo_rl_moe.models.peft_files import ExpertForm, lora_of_folder, scores_sequences
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -78,6 +80,7 @@ class _Model:
     hf_config: Any
     config: "TransformerConfig"
     chunks: "list[GPTModel]"
+    kept: SafetensorsFolder | None
     lora: LoraConfig | None = None
 
 
@@ -145,13 +148,21 @@ def _hint(source: Path, found: WeightsFormat) -> str:
 
 def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     source, target = conversion.source, conversion.target
+    of_head = _config_of_head(conversion.adapter)
     with _reported_of("--input", source):
         check_small_files(source)
         config_json, hf_config = load_config_json(str(source)), load_hf_config(str(source))
         held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
-    policy = _policy(source, conversion.dtype or _dtype_of(config_json, held, console))
+        is_classifier = classifier_problem(config_json, hf_config) is None
+        if not is_classifier and of_head is not None:
+            padding = of_head.get("pad_token_id", config_json.get("pad_token_id"))
+            config_json = as_classifier(config_json, str(source), padding)
+            is_classifier = True
+    dtype = conversion.dtype or _dtype_of(config_json, held, console)
     with console.phase("importing Megatron-Core"):
         from nemo_rl_moe.launch.setup import announce_moe
+        from nemo_rl_moe.models.kept_tensors import find_kept
+        from nemo_rl_moe.models.megatron.checkpoint.index import holds_mtp
         from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_sources
         from nemo_rl_moe.models.megatron.model.transformer_config import (
@@ -159,6 +170,10 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
             effective_moe_configuration,
         )
         from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
+    with _reported_of("--input", source):
+        kept = find_kept(source, hf_config)
+        is_trained = held is None and holds_mtp(source / MEGATRON_WEIGHTS_FOLDER)
+    policy = _policy(source, dtype, mtp_num_layers=1 if is_trained else None)
     config = build_transformer_config(policy, hf_config)
     if held is not None:
         _check_size(held, whole_model_parameters(config, hf_config))
@@ -169,7 +184,8 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 
         with console.phase("building the model"):
-            model = _Model(hf_config, config, build_model_chunks(policy, config, hf_config))
+            heads = [Head.SCORE if is_classifier else Head.LOGPROBS]
+            model = _Model(hf_config, config, build_model_chunks(policy, config, hf_config, heads), kept)
         with _reported_of("--input", source):
             with console.phase(f"reading {source}") as progress:
                 notices = set_starting_weights(model.chunks, config, hf_config, source, policy.init_seed, progress)
@@ -177,7 +193,8 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
                 console.message(line)
             if conversion.adapter is not None:
                 model = _with_adapter(model, conversion.adapter, is_merged=conversion.target_format != "adapter")
-            exported = exported_config(policy, hf_config, config_json, config)
+            has_layers = is_trained or kept is not None
+            exported = exported_config(policy, hf_config, config_json, config, has_kept_tensors=has_layers)
             files = copied_model_files(source, exported.content, hf_config)
         num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
         with (
@@ -196,9 +213,15 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     if warning := missing_code_line(files):
         console.warn(warning)
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
-    has_vision = vision_family_of(config_json) is not None
     if conversion.target_format != "adapter":
-        console.message(_next_step(conversion.target_format, target, has_vision=has_vision))
+        console.message(_next_step(conversion.target_format, target, _class_of(config_json, heads)))
+
+
+def _config_of_head(adapter: Path | None) -> Mapping[str, Any] | None:
+    """Return the `config.json` beside a reward model's adapter, which brings a head, or an empty one. None: no head."""
+    if adapter is None or not scores_sequences(adapter):
+        return None
+    return load_config_json(str(adapter)) if (adapter / "config.json").is_file() else {}
 
 
 def _with_adapter(model: _Model, folder: Path, *, is_merged: bool) -> _Model:
@@ -248,9 +271,15 @@ def _staged(target: Path) -> Iterator[Path]:
             raise ConfigurationError(f"--output: {target}: {reason}; no output is written") from error
 
 
-def _next_step(target_format: TargetFormat, target: Path, *, has_vision: bool) -> str:
+def _class_of(config_json: Mapping[str, Any], heads: Sequence[Head]) -> str:
+    """Return transformers' class that loads the model."""
+    if Head.SCORE in heads:
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForCausalLM" if vision_family_of(config_json) is None else "AutoModelForImageTextToText"
+
+
+def _next_step(target_format: TargetFormat, target: Path, loaded_by: str) -> str:
     train = f"to train it: policy.model_name={target} policy.init=pretrained"
-    loaded_by = "AutoModelForImageTextToText" if has_vision else "AutoModelForCausalLM"
     return train if target_format == "megatron" else f"{train}; to load it: {loaded_by}.from_pretrained"
 
 
@@ -293,7 +322,7 @@ def _writable(found: Any, what: str) -> NumberFormat:
     )
 
 
-def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
+def _policy(source: Path, dtype: NumberFormat, mtp_num_layers: int | None = None) -> PolicyConfig:
     """Return a `policy` section for one worker, in which all router settings are the model's own."""
     overrides = [
         "policy.init=pretrained",
@@ -301,6 +330,7 @@ def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
         "cluster.cpu_workers_per_node=1",
         "policy.train_global_batch_size=1",
         "policy.train_micro_batch_size=1",
+        f"policy.megatron_cfg.mtp_num_layers={'null' if mtp_num_layers is None else mtp_num_layers}",
     ]
     chosen = load_config(_BASE_CONFIG, overrides, check_paths=False).policy.megatron_cfg.moe_transformer_fields
     overrides += [f"~policy.megatron_cfg.{name}" for name in chosen]
@@ -327,12 +357,15 @@ def _write_hugging_face(
     from nemo_rl_moe.models.megatron.weights.hf_export import save_weights
 
     write_beside = partial(write_model_files, files)
-    return save_weights(model.chunks, model.config, model.hf_config, staging, write_beside, progress=progress)
+    return save_weights(
+        model.chunks, model.config, model.hf_config, staging, write_beside, kept=model.kept, progress=progress
+    )
 
 
 def _write_megatron(
     model: _Model, staging: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
 ) -> Sequence[str]:
+    from nemo_rl_moe.models.kept_tensors import KEPT_FOLDER, write_kept
     from nemo_rl_moe.models.megatron.checkpoint.contents import sharded_model
     from nemo_rl_moe.models.megatron.checkpoint.save import start_write
 
@@ -340,6 +373,8 @@ def _write_megatron(
     weights = staging / MEGATRON_WEIGHTS_FOLDER
     weights.mkdir(parents=True)
     write_model_files(files, staging)
+    if model.kept is not None:
+        write_kept(model.kept, staging / KEPT_FOLDER)
     write = start_write({"model": sharded_model(model.chunks)}, weights, snapshots=None)
     try:
         problem = write.finish()

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_rl_moe.config.algorithm import algorithm_of
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, PairMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.image_tokens import RecordImages
+from nemo_rl_moe.data.margins import Margins
 from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, pair_parser, preference_columns
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.sft import load_sft_dataset
@@ -160,14 +161,14 @@ class _DataReader:
     def view(self, config: MasterConfig) -> DataView:
         if isinstance(config, SFTMasterConfig):
             return self._conversations(config)
-        if isinstance(config, DPOMasterConfig):
+        if isinstance(config, PairMasterConfig):
             return self._pairs(config)
         if isinstance(config, GRPOMasterConfig):
             return self._prompts(config)
         name = algorithm_of(config).name
         raise ConfigurationError(
-            f"algorithm: got {name}, whose data cannot be shown; expected an algorithm with the data of sft, dpo or"
-            " grpo"
+            f"algorithm: got {name}, whose data cannot be shown; expected an algorithm with the data of sft, dpo,"
+            " rm or grpo"
         )
 
     def _conversations(self, config: SFTMasterConfig) -> DataView:
@@ -180,11 +181,11 @@ class _DataReader:
         sequences = self._with_truncated_tokens(config, dataset[: self.number], originals)
         return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
 
-    def _pairs(self, config: DPOMasterConfig) -> DataView:
+    def _pairs(self, config: PairMasterConfig) -> DataView:
         source, key, keys = config.data.train, config.data.image_key, config.data.keys
-        pairs = read_samples(
-            load_preferences, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
-        )
+        margins = Margins(config.data.margin_key) if isinstance(config, RMMasterConfig) else None
+        load = partial(load_preferences, margins=margins)
+        pairs = read_samples(load, config, source, self.tokenizer, self.logger, self.image_rule, self.speech)
         columns = partial(preference_columns, image_key=key, keys=keys)
         lines = open_lines(source.path, source.split, pair_parser(key, keys), columns).lines
         originals = (
@@ -212,7 +213,7 @@ class _DataReader:
 
     def _with_truncated_tokens(
         self,
-        config: SFTMasterConfig | DPOMasterConfig,
+        config: SFTMasterConfig | PairMasterConfig,
         examples: Sequence[TokenizedExample],
         originals: Iterator[Example],
     ) -> list[ShownSequence]:

@@ -16,8 +16,10 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.launch.grpo import PreparedRoles, PreparedRollouts, run_grpo
 from nemo_rl_moe.launch.roles import tokenizer_of_role
-from nemo_rl_moe.launch.setup import PreparedModel
+from nemo_rl_moe.launch.setup import PreparedModel, require_adapter_of_token_predictor
 from nemo_rl_moe.launch.training_run import TrainingRun
+from nemo_rl_moe.models.classifiers import require_token_predictor
+from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.rollouts.given_responses import GivenResponses, check_given_responses
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutSource
@@ -83,7 +85,11 @@ def prepare_teachers(
         raise ConfigurationError(f"distillation.topk_logits_k: got {k}, expected at most the policy's {size} tokens")
     models = {name: run.prepare_role(name) for name in config.distillation.teachers}
     for name, teacher in config.distillation.teachers.items():
-        tokenizer_of_role(f"distillation.teachers.{name}.model_name", teacher.model_name, config, policy)
+        key, folder = f"distillation.teachers.{name}.model_name", models[name].source.folder()
+        require_token_predictor(load_config_json(str(folder)), key, teacher.model_name)
+        if teacher.adapter is not None:
+            require_adapter_of_token_predictor(f"distillation.teachers.{name}.adapter", teacher.adapter)
+        tokenizer_of_role(key, teacher.model_name, config, policy)
     return models
 
 

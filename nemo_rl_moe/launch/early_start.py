@@ -17,10 +17,15 @@ from nemo_rl_moe.distributed.worker_group import start_processes
 IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.models.policy.start_rank")
 ROUTE_BYTES_OF_A_TOKEN = 1024
 """Upper bound of a token's routed experts in the object store: 61 layers x 8 experts x 2 bytes are 976."""
+POSITION_BYTES_OF_A_TOKEN = 320
+"""Upper bound of the bytes of each position that a token's indexers choose: 78 layers x 4 bytes are 312."""
+MOST_POSITIONS = 2048
+"""Number of positions that the indexers of DeepSeek-V3.2 and GLM-5 choose (`index_topk`)."""
 
 
 def stored_bytes(config: MasterConfig) -> int:
-    """Return the maximum number of bytes of routed experts that a run keeps in Ray's object store at the same time.
+    """Return the maximum number of bytes that a run keeps in Ray's object store at the same time: routed experts, and
+    positions of indexers.
 
     The number is an upper bound, because the model has not been read yet. Asynchronous rollouts keep the responses of
     several steps.
@@ -30,8 +35,11 @@ def stored_bytes(config: MasterConfig) -> int:
     megatron = config.policy.megatron_cfg
     if not megatron.capture_routing and megatron.routing_replay == "none":
         return 0
-    tokens = config.responses_per_step * config.policy.max_total_sequence_length
-    return (1 + config.grpo.rollouts.most_lag) * tokens * ROUTE_BYTES_OF_A_TOKEN
+    longest = config.policy.max_total_sequence_length
+    of_a_token = ROUTE_BYTES_OF_A_TOKEN
+    if megatron.indexer_replay != "none":
+        of_a_token += POSITION_BYTES_OF_A_TOKEN * min(longest, MOST_POSITIONS)
+    return (1 + config.grpo.rollouts.most_lag) * config.responses_per_step * longest * of_a_token
 
 
 class EarlyCluster:

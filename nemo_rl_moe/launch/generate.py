@@ -25,7 +25,7 @@ from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.prompts import read_training_prompts
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.models.hf_files import load_config_json
-from nemo_rl_moe.models.position_limit import sequence_limit
+from nemo_rl_moe.models.position_limit import position_limit
 from nemo_rl_moe.rewards.interface import NoReward, Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.loops import CallersLoop
@@ -62,15 +62,15 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
 def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
     """Return the configuration with `max_total_sequence_length` lowered to the model's limit."""
     policy = config.policy
-    limit = sequence_limit(load_config_json(policy.model_name))
-    if limit is None or limit.tokens >= policy.max_total_sequence_length:
+    limit = position_limit(load_config_json(policy.model_name))
+    if limit is None or limit >= policy.max_total_sequence_length:
         return config
-    if policy.generation.max_new_tokens >= limit.tokens:
+    if policy.generation.max_new_tokens >= limit:
         raise ConfigurationError(
             f"policy.generation.max_new_tokens: got {policy.generation.max_new_tokens}, expected less than the"
-            f" {limit.tokens} {limit.name} of {policy.model_name}, which hold the prompt too"
+            f" {limit} positions of {policy.model_name}, which hold the prompt too"
         )
-    return config.model_copy(update={"policy": policy.model_copy(update={"max_total_sequence_length": limit.tokens})})
+    return config.model_copy(update={"policy": policy.model_copy(update={"max_total_sequence_length": limit})})
 
 
 def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:

@@ -35,6 +35,7 @@ examples:
   nemo-rl-moe generate --model results/grpo_tiny_moe/step_30 --prompts data/addition/validation_prompts.jsonl \\
       --samples 4 --temperature 0.7 --seed 1 --output responses.jsonl
   nemo-rl-moe generate --model MODEL --prompts prompts.jsonl --temperature 0 --logprobs --backend vllm
+  nemo-rl-moe generate --model BASE --adapter results/grpo_tiny_moe_lora/step_30 --prompts prompts.txt
   nemo-rl-moe generate --model MODEL --prompts prompts.jsonl cluster.gpus_per_node=8 policy.precision=bfloat16 \\
       policy.megatron_cfg.expert_model_parallel_size=8 data.prompt_key=question
 """
@@ -53,10 +54,17 @@ class Option:
         return f"{self.key}={json.dumps(value) if self.is_text else value}"
 
 
+ADAPTER = Option(
+    "policy.lora.path",
+    "DIR",
+    "an adapter of the model: peft's folder, a run's final or checkpoint (default: none)",
+    is_text=True,
+)
 OPTIONS = {
     "--model": Option(
         "policy.model_name", "DIR", "a model's folder, a checkpoint of a run, or a hub's name", is_text=True
     ),
+    "--adapter": ADAPTER,
     "--prompts": Option("data.train.path", "FILE", "the prompts: .jsonl, .txt, or a data set", is_text=True),
     "--backend": Option(
         "policy.generation.backend", "NAME", f"{', '.join(BUILT_IN)}, or an engine of your own (default: megatron)"
@@ -87,10 +95,20 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
     """Load and return the configuration, and check that the output can be written."""
     with reported_by_option(OPTIONS, options):
         # Overrides come last, as on the command line of a run.
-        config = load_grpo_config(BASE_CONFIG, [*overrides_of(OPTIONS, options), *overrides])
+        of_options = [*adapter_settings(options.adapter), *overrides_of(OPTIONS, options)]
+        config = load_grpo_config(BASE_CONFIG, [*of_options, *overrides])
     if options.output is not None:
         _check_output(Path(options.output))
     return config
+
+
+def adapter_settings(folder: str | None) -> list[str]:
+    """Return the section `policy.lora` of an adapter as an override, which the option then completes by the folder."""
+    if folder is None:
+        return []
+    from nemo_rl_moe.models.peft_files import lora_of_folder  # takes a second
+
+    return [f"policy.lora={json.dumps(lora_of_folder(Path(folder)).model_dump())}"]
 
 
 def overrides_of(known: Mapping[str, Option], options: argparse.Namespace) -> list[str]:

@@ -220,11 +220,12 @@ def make_run_observers(
 ) -> list[RunObserver]:
     """Return the observers of the steps, in the order in which they are called."""
     megatron = config.policy.megatron_cfg
-    stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
+    replays = megatron.routing_replay != "none" or megatron.indexer_replay != "none"
+    watches = [RoutingAnomalyWatch()] if replays and megatron.routing_replay_on_anomaly == "stop" else []
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
     measurements = make_routing_measurements(config, policy, engine, run)
     further = [] if measurements is None else [measurements]
-    return [CaptureVolume(), RoutingAnomalyWatch(stops=stops), *checked_refits(check, engine), *further]
+    return [CaptureVolume(), *watches, *checked_refits(check, engine), *further]
 
 
 def make_routing_measurements(

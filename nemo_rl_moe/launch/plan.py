@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_run import model_folder_exists, role_model_folders_exist
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.plan_changes import change_lines
@@ -40,14 +40,15 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import (
 from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES, fullest, moments
 from nemo_rl_moe.models.megatron.model.planned_machine import planned_with_gpus
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
+from nemo_rl_moe.models.megatron.model.stages import layers_of_chunks
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     TransformerConfig,
     build_transformer_config,
     effective_moe_configuration,
-    layers_of_chunks,
-    moe_layer_indices,
+    num_trained_mtp_layers,
 )
 from nemo_rl_moe.models.position_limit import too_long_sequences
+from nemo_rl_moe.routing.routers import moe_layer_indices
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 _FULLEST = "at the fullest moment, at least"
@@ -72,6 +73,8 @@ def print_plan(
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
     if problems := too_long_sequences(config.policy, config_json):
         raise ConfigurationError(problems)
+    if isinstance(config, GRPOMasterConfig):
+        config.policy.generation.engine.check_model(config, hf_config)
     with planned_with_gpus() if target is not None else nullcontext():
         transformer = build_transformer_config(config.policy, hf_config)
         roles = role_memories(config)
@@ -137,7 +140,8 @@ def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_con
     ]
     stages = transformer.pipeline_model_parallel_size
     for stage in range(stages):
-        held = rank_parameters(transformer, hf_config, stage, lora=config.policy.lora)
+        mtp_layers = num_trained_mtp_layers(config.policy, hf_config)
+        held = rank_parameters(transformer, hf_config, stage, lora=config.policy.lora, mtp_layers=mtp_layers)
         where = f" of stage {stage}" if stages > 1 else ""
         experts = f", of them {_billions(held.experts)} in routed experts" if held.experts else ""
         if config.policy.lora is not None:

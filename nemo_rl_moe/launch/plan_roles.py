@@ -13,6 +13,7 @@ from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.plan_gpus import UNITS, table, unit_for
+from nemo_rl_moe.launch.roles import role_as_policy
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES
@@ -49,14 +50,14 @@ def role_transformer(config: MasterConfig, name: str, role: RoleModelConfig) -> 
     """Return the configuration of a role's model and its TransformerConfig. Errors name the role's keys."""
     try:
         hf_config = load_hf_config(role.model_name)
-        return hf_config, build_transformer_config(role.as_policy(config.policy), hf_config)
+        return hf_config, build_transformer_config(role_as_policy(config, name), hf_config)
     except ConfigurationError as error:
         raise ConfigurationError(role_problems(config, name, error.problems)) from error
 
 
 def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> RoleMemory:
     place = config.cluster.place_of(name)
-    alone = config.model_copy(update={"policy": role.as_policy(config.policy), "cluster": place})
+    alone = config.model_copy(update={"policy": role_as_policy(config, name), "cluster": place})
     hf_config, transformer = role_transformer(config, name, role)
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(alone, transformer, hf_config, stage) for stage in stages]

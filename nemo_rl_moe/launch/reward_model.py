@@ -3,19 +3,22 @@
 """The reward model of a run. It is checked before any worker starts, and then started in separate workers."""
 
 from functools import partial
+from pathlib import Path
 
 from nemo_rl_moe.algorithms.reward_model import RewardModel
+from nemo_rl_moe.config.role_keys import role_problems
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.roles import prepare_role, start_role, tokenizer_of_role
-from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, model_as_classifier
+from nemo_rl_moe.models.classifiers import classifier_problem
 from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.peft_files import scores_sequences
 
 _KEY = "reward_model.model_name"
-_CLASSIFIER = "ForSequenceClassification"
 
 
 def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: PreparedModel) -> PreparedModel | None:
@@ -23,14 +26,15 @@ def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: Prepar
     has no reward model."""
     if config.reward_model is None:
         return None
-    name = config.reward_model.model_name
+    name, adapter = config.reward_model.model_name, config.reward_model.adapter
     model = prepare_role(config, REWARD_MODEL_ROLE, policy, run.console)
-    architectures = load_config_json(str(model.source.folder())).get("architectures") or ["a model without a name"]
-    num_labels = model.hf_config.num_labels
-    is_classifier = architectures[0].endswith(_CLASSIFIER)
-    if not is_classifier or num_labels != 1:
-        found = f"{architectures[0]} with {num_labels} labels" if is_classifier else architectures[0]
-        raise ConfigurationError(f"{_KEY}: got {name}, {found}, expected a {_CLASSIFIER} with one label")
+    if adapter is not None and scores_sequences(Path(adapter)):
+        try:
+            model = model_as_classifier(model)
+        except ConfigurationError as error:
+            raise ConfigurationError(role_problems(config, REWARD_MODEL_ROLE, error.problems)) from error
+    elif problem := classifier_problem(load_config_json(str(model.source.folder())), model.hf_config):
+        raise ConfigurationError(f"{_KEY}: got {name}, {problem}")
     theirs = tokenizer_of_role(_KEY, name, config, policy).chat_template
     settings = config.policy.tokenizer
     ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # not corrected by this package
@@ -48,5 +52,5 @@ def start_reward_model(config: GRPOMasterConfig, run: ModelRun, model: PreparedM
         return None
     from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # imports Megatron-Core, which takes seconds
 
-    workers = start_role(run, REWARD_MODEL_ROLE, model, partial(ModelWorkers, heads=(Head.VALUE,)))
+    workers = start_role(run, REWARD_MODEL_ROLE, model, partial(ModelWorkers, heads=(Head.SCORE,)))
     return RewardModel(workers, config.reward_model.weight, model.hf_config.pad_token_id)

@@ -5,16 +5,19 @@ workers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl_moe.config.algorithm import roles_of
 from nemo_rl_moe.config.role_keys import key_of_role, role_problems
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_policy import FrozenRoleConfig, PolicyConfig
 from nemo_rl_moe.data.tokenizer import load_tokenizer, vocabulary_problem
 from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, fetch_on_machines, prepare_model
 from nemo_rl_moe.models.hf_files import RANDOM_HINT
 from nemo_rl_moe.models.image_rules import image_problem
+from nemo_rl_moe.models.peft_files import lora_of_folder
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 if TYPE_CHECKING:
@@ -25,9 +28,22 @@ if TYPE_CHECKING:
 Workers = TypeVar("Workers", bound="ModelWorkers")
 
 
+def role_as_policy(config: MasterConfig, role: str) -> PolicyConfig:
+    """Return a role's model as a `policy` section. A frozen role's adapter sets its section `lora`."""
+    model = roles_of(config)[role]
+    policy = model.as_policy(config.policy)
+    if not isinstance(model, FrozenRoleConfig) or model.adapter is None:
+        return policy
+    try:
+        lora = lora_of_folder(Path(model.adapter)).model_copy(update={"path": model.adapter})
+    except ConfigurationError as error:
+        raise ConfigurationError(role_problems(config, role, error.problems)) from error
+    return policy.model_copy(update={"lora": lora})
+
+
 def prepare_role(config: MasterConfig, role: str, policy: PreparedModel, console: ConsoleLogger) -> PreparedModel:
     """Fetch, check and return the model of a role."""
-    settings = roles_of(config)[role].as_policy(config.policy)
+    settings = role_as_policy(config, role)
     try:
         model = prepare_model(settings, console, role)
     except ConfigurationError as error:

@@ -197,6 +197,10 @@ def _can_be_trained_on(config: GRPOMasterConfig, group: Group) -> bool:
             config.policy.megatron_cfg.routing_replay != "rollout"
             or all(each.routed_experts is not None for each in sequences)
         )
+        and (
+            config.policy.megatron_cfg.indexer_replay == "none"
+            or all(each.indexer_positions is not None for each in sequences)
+        )
     )
 
 

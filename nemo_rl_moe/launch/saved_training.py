@@ -29,7 +29,7 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
 from nemo_rl_moe.launch.start import RunLaunch
-from nemo_rl_moe.models.model_files import left_out_line, write_model_files
+from nemo_rl_moe.models.model_files import left_out_line
 from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.runs.folder.folder import collect_versions
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -88,11 +88,11 @@ class SavedTraining:
         resume = self.resume
         if resume is None:
             return
-        if (bases := other_base(self._config, resume.state.fingerprints, fingerprints)) is not None:
-            before, now = bases
+        if (base := other_base(self._config, resume.state.fingerprints, fingerprints)) is not None:
+            key, before, now = base
             raise CheckpointError(
-                f"policy.model_name: got {now}, but {resume.folder} was saved with {before}: {OTHER_BASE}; put the"
-                f" same files there, or {WAY_OUT}"
+                f"{key}: got {now}, but {resume.folder} was saved with {before}: {OTHER_BASE}; put the same files"
+                f" there, or {WAY_OUT}"
             )
         for line in changed_inputs(resume.state.fingerprints, fingerprints):
             self._console.warn(line)
@@ -165,7 +165,7 @@ class SavedTraining:
             self._console.warn,
             self._console.message,
             loggers.flush_to_disk,
-            self._write_model_files,
+            self._write_files,
         )
         self._opened.callback(checkpointer.close)
         return checkpointer
@@ -220,9 +220,9 @@ class SavedTraining:
             return f"going on from {resume.folder}: all {self.num_steps} steps are done, the final weights are missing"
         return resume.summary(self.num_steps)
 
-    def _write_model_files(self, checkpoint: Path) -> None:
+    def _write_files(self, checkpoint: Path) -> None:
         for role, model in self.models.items():
-            write_model_files(model.model_files, model_folder(checkpoint, role))
+            model.write_files(model_folder(checkpoint, role))
 
     def _describe(self, loggers: FanOutLogger, folder: Path) -> RunDescription:
         return RunDescription(

@@ -23,7 +23,7 @@ from nemo_rl_moe.launch.inference import give_weights
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.models.policy.separate_engine import SeparateEngine
-from nemo_rl_moe.models.position_limit import sequence_limit
+from nemo_rl_moe.models.position_limit import position_limit
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.serving.app import served_application
 from nemo_rl_moe.serving.requests import ServedRules
@@ -59,12 +59,12 @@ def serve(config: GRPOMasterConfig, name: str, port: int, key: str, *, shows_key
 
 def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
     """Return the configuration with the lengths of sequences and responses lowered to the model's limit."""
-    policy, limit = config.policy, sequence_limit(load_config_json(config.policy.model_name))
-    if limit is None or limit.tokens >= policy.max_total_sequence_length:
+    policy, limit = config.policy, position_limit(load_config_json(config.policy.model_name))
+    if limit is None or limit >= policy.max_total_sequence_length:
         return config
-    most_new = min(policy.generation.max_new_tokens, max(1, limit.tokens // 2))
+    most_new = min(policy.generation.max_new_tokens, max(1, limit // 2))
     generation = policy.generation.model_copy(update={"max_new_tokens": most_new})
-    lowered = policy.model_copy(update={"max_total_sequence_length": limit.tokens, "generation": generation})
+    lowered = policy.model_copy(update={"max_total_sequence_length": limit, "generation": generation})
     return config.model_copy(update={"policy": lowered})
 
 

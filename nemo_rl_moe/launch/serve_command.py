@@ -12,7 +12,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.generate_command import Option, overrides_of, reported_by_option
+from nemo_rl_moe.launch.generate_command import ADAPTER, Option, adapter_settings, overrides_of, reported_by_option
 
 SUMMARY = "serve a model by OpenAI's API on this machine, with the experts that answered"
 BASE_CONFIG = "grpo_serve.yaml"
@@ -33,6 +33,7 @@ examples:
   nemo-rl-moe serve --model results/grpo_tiny_moe/final
   nemo-rl-moe serve --model results/grpo_tiny_moe/step_30 --port 8001 --max-model-len 256
   nemo-rl-moe serve --model MODEL --backend vllm
+  nemo-rl-moe serve --model BASE --adapter results/grpo_tiny_moe_lora/step_30
   curl http://127.0.0.1:8000/v1/chat/completions -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \\
       -d '{{"model": "MODEL", "messages": [{{"role": "user", "content": "7+8="}}], "return_routed_experts": true}}'
 """
@@ -43,6 +44,7 @@ OPTIONS = {
     "--model": Option(
         "policy.model_name", "DIR", "a model's folder, a checkpoint of a run, or a hub's name", is_text=True
     ),
+    "--adapter": ADAPTER,
     "--backend": Option("policy.generation.backend", "NAME", f"{_ENGINES} (default: {_SEPARATE})"),
     "--max-model-len": Option(
         "policy.max_total_sequence_length", "N", "maximum number of tokens, prompt included (default: 4096)"
@@ -82,7 +84,8 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
         half = max(1, int(options.max_model_len) // 2)
         defaults.append(f"policy.generation.max_new_tokens={min(_MOST_NEW_TOKENS, half)}")
     with reported_by_option(OPTIONS, options):
-        config = load_grpo_config(BASE_CONFIG, [*defaults, *overrides_of(OPTIONS, options), *overrides])
+        of_options = [*defaults, *adapter_settings(options.adapter), *overrides_of(OPTIONS, options)]
+        config = load_grpo_config(BASE_CONFIG, [*of_options, *overrides])
     generation = config.policy.generation
     if generation.temperature != 1:
         raise ConfigurationError(

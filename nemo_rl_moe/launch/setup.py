@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Setup of a run before its loop: checks the model, starts Ray and workers, and shows the effective settings."""
 
+import copy
 import itertools
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
-from nemo_rl_moe.config.schema import DPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.schema import MasterConfig, PairMasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig, TokenizerConfig
 from nemo_rl_moe.config.schema_run import DataConfig, DataSourceConfig
 from nemo_rl_moe.data.corrected_templates import correct_template
@@ -26,19 +29,29 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError, UserError, counted, report_problems
 from nemo_rl_moe.launch.early_start import EarlyCluster
+from nemo_rl_moe.models.classifiers import (
+    as_classifier,
+    classifier_problem,
+    is_classifier_config,
+    require_token_predictor,
+)
 from nemo_rl_moe.models.hf_files import (
     HubModel,
     ModelSource,
     check_weights,
     fetching_problem,
     find_model,
+    holds_megatron_weights,
     load_config_json,
     load_hf_config,
 )
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
-from nemo_rl_moe.models.model_files import collect_model_files
+from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.model_files import CONFIG_FILE, collect_model_files, config_file
 from nemo_rl_moe.models.peft_checks import adapter_problems
+from nemo_rl_moe.models.peft_files import scores_sequences
 from nemo_rl_moe.models.position_limit import too_long_sequences
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -65,6 +78,7 @@ class PreparedModel:
         policy: The model's settings as a `policy` section, also for a role.
         speech: The model's chat format, from the model's files.
         image_rule: Rule by which the model reads images. None: a text-only model.
+        kept: Tensors of the model's folder that are not loaded, and that exported folders contain unchanged.
     """
 
     source: ModelSource
@@ -74,6 +88,7 @@ class PreparedModel:
     policy: PolicyConfig
     speech: Speech
     image_rule: ImageRule | None = None
+    kept: SafetensorsFolder | None = None
 
 
 def prepare_model(
@@ -101,11 +116,22 @@ def prepare_model(
         if policy.lora is not None and (problems := adapter_problems(policy.lora, base)):
             raise ConfigurationError(problems)
         # Imported here, so that the phase reports the seconds that importing Megatron-Core takes.
+        from nemo_rl_moe.models.kept_tensors import find_kept
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config
-        from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+        from nemo_rl_moe.models.megatron.model.transformer_config import (
+            build_transformer_config,
+            num_trained_mtp_layers,
+        )
 
         transformer = build_transformer_config(policy, hf_config)
-        exported = exported_config(policy, hf_config, config_json, transformer)
+        kept, is_trained = find_kept(base, hf_config), num_trained_mtp_layers(policy, hf_config) > 0
+        if is_trained and kept is None and base is not None and not holds_megatron_weights(base):
+            raise ConfigurationError(
+                f"policy.megatron_cfg.mtp_num_layers: got {policy.megatron_cfg.mtp_num_layers}, but {base} has no"
+                " tensors of multi-token prediction; expected null, or a folder with them"
+            )
+        has_layers = is_trained or kept is not None
+        exported = exported_config(policy, hf_config, config_json, transformer, has_kept_tensors=has_layers)
     if role is None:
         for line in model_warnings(policy, hf_config, config_json, transformer):
             console.warn(line)
@@ -115,7 +141,7 @@ def prepare_model(
     speech = describe_speech(tokenizer, load_published(str(folder)), template_kwargs)
     if role is None:
         announce_speech(speech, tokenizer, console)
-    return PreparedModel(source, hf_config, tokenizer, files, policy, speech, image_rule)
+    return PreparedModel(source, hf_config, tokenizer, files, policy, speech, image_rule, None if is_trained else kept)
 
 
 def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", console: ConsoleLogger) -> None:
@@ -181,7 +207,7 @@ MOE_SOURCES_FILE = "effective_moe_configuration_sources"
 
 def read_samples(
     load: Callable[..., Samples],
-    config: SFTMasterConfig | DPOMasterConfig,
+    config: SFTMasterConfig | PairMasterConfig,
     source: DataSourceConfig,
     tokenizer: Any,
     console: ConsoleLogger,
@@ -243,6 +269,7 @@ class ModelRun:
         self._early_cluster: EarlyCluster | None = None
         self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
+        self._scores_sequences = algorithm_of(config).scores_sequences
 
     def __enter__(self) -> Self:
         return self
@@ -259,9 +286,16 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetch and check the model, load the tokenizer, and return both. Begin to start Ray in the background."""
+        """Fetch and check the model, load the tokenizer, and return both. Begin to start Ray in the background.
+
+        If the algorithm scores sequences, the files of saved weights describe a sequence classifier.
+        """
         kwargs = self.config.data.chat_template_kwargs
         self._model = prepare_model(self.config.policy, self.console, template_kwargs=kwargs)
+        if self._scores_sequences:
+            self._model = model_as_classifier(self._model)
+        else:
+            _require_token_predictors(self._model)
         # Ray starts while data is read. It does not start earlier, so that problems of a model are reported without
         # waiting for it.
         self._early_cluster = EarlyCluster(self.config)
@@ -308,12 +342,48 @@ class ModelRun:
                 num_steps=num_steps,
                 source=model.source,
                 model_files=model.files,
+                kept=model.kept,
                 keep_reference=keep_reference,
+                heads=[Head.SCORE if self._scores_sequences else Head.LOGPROBS],
             )
         self._opened.callback(self._policy.shutdown)
         for line in self._policy.notices:
             self.console.message(line)
         return self._policy
+
+
+def require_adapter_of_token_predictor(key: str, path: str) -> None:
+    """Raise a `ConfigurationError` if an adapter is that of a reward model."""
+    if scores_sequences(Path(path)):
+        raise ConfigurationError(
+            f"{key}: got {path}, an adapter of a reward model with its head, expected one of a model that predicts"
+            " tokens"
+        )
+
+
+def _require_token_predictors(model: PreparedModel) -> None:
+    """Raise a `ConfigurationError` if a model or its initial adapter, a run's checkpoint, is of a reward model."""
+    policy = model.policy
+    require_token_predictor(json.loads(model.files[CONFIG_FILE]), "policy.model_name", policy.model_name)
+    path = None if policy.lora is None else policy.lora.path
+    if path is not None:
+        require_adapter_of_token_predictor("policy.lora.path", path)
+
+
+def model_as_classifier(model: PreparedModel) -> PreparedModel:
+    """Return the model with the files of a sequence classifier, and with the tokenizer's padding token if it has
+    none.
+
+    Raises:
+        ConfigurationError: The model is a classifier with several labels, or transformers has no classifier of it.
+    """
+    hf_config, before = copy.deepcopy(model.hf_config), json.loads(model.files[CONFIG_FILE])
+    if is_classifier_config(before) and (problem := classifier_problem(before, hf_config)):
+        raise ConfigurationError(f"policy.model_name: got {model.policy.model_name}, {problem}")
+    if hf_config.pad_token_id is None:
+        hf_config.pad_token_id = model.tokenizer.pad_token_id
+    content = as_classifier(before, model.policy.model_name, hf_config.pad_token_id)
+    return replace(model, hf_config=hf_config, files={**model.files, CONFIG_FILE: config_file(content)})
 
 
 def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:

@@ -96,11 +96,13 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
     from nemo_rl_moe.launch.dpo import run_dpo
     from nemo_rl_moe.launch.grpo import run_grpo
     from nemo_rl_moe.launch.ppo import run_ppo
+    from nemo_rl_moe.launch.rm import run_rm
     from nemo_rl_moe.launch.sft import run_sft
 
     built_in: dict[str, Callable[[Any, TrainingRun], None]] = {
         "sft": run_sft,
         "dpo": run_dpo,
+        "rm": run_rm,
         "grpo": run_grpo,
         "distillation": run_distillation,
         "ppo": run_ppo,

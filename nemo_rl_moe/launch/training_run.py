@@ -127,6 +127,7 @@ class TrainingRun(ModelRun):
         make = partial(
             TrainableModel,
             model_files=model.files,
+            kept=model.kept,
             seed=self.algorithm.loop_of(self.config).seed,
             num_steps=self.algorithm.num_updates(self.config, self.num_steps),
             heads=heads,

@@ -7,11 +7,31 @@ padding and recomputation do not count.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_moe.models.layer_kinds import Mixer, layers_with_mlp, mixers_of
 from nemo_rl_moe.routing.routers import moe_layer_indices
+
+
+@dataclass(frozen=True)
+class IndexerFlops:
+    """Numbers of operations of a model's indexers, summed over layers. They have no backward pass.
+
+    Attributes:
+        topk: Number of tokens that a query sees. Indexers do not run in shorter sequences.
+        per_pair: Operations for each pair of a query and an earlier key or its own.
+    """
+
+    topk: int
+    per_token: int
+    per_pair: int
+
+    def forward(self, lengths: Iterable[int]) -> int:
+        return sum(
+            self.per_token * length + self.per_pair * causal_pairs(length) for length in lengths if length > self.topk
+        )
 
 
 @dataclass(frozen=True)
@@ -22,12 +42,18 @@ class ForwardFlops:
         per_token: Operations for each token: projections, MLPs or routers and experts, and the output layer.
         per_pair: Attention window -> operations for each pair of a query and a visible key. A window is the number of
             keys that a query sees, including its own. None means all keys up to its own.
+        indexers: Operations of sparse attention's indexers, if the model has them.
     """
 
     per_token: int
     per_pair: Mapping[int | None, int]
+    indexers: IndexerFlops | None = None
 
     def forward(self, lengths: Iterable[int]) -> int:
+        lengths = list(lengths)
+        return self._of_decoder(lengths) + (0 if self.indexers is None else self.indexers.forward(lengths))
+
+    def _of_decoder(self, lengths: Iterable[int]) -> int:
         return sum(
             self.per_token * length + sum(each * causal_pairs(length, window) for window, each in self.per_pair.items())
             for length in lengths
@@ -42,7 +68,7 @@ class ForwardFlops:
         lengths = list(lengths)
         of_weights = self.per_token * sum(lengths) if is_frozen else 0
         # A backward pass has two products for each product of the forward pass.
-        return 3 * self.forward(lengths) - of_weights
+        return self.forward(lengths) + 2 * self._of_decoder(lengths) - of_weights
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -54,25 +80,29 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
+def forward_flops(
+    config: Any, vocabulary_size: int, windows: Iterable[int | None], indexers: IndexerFlops | None = None
+) -> ForwardFlops:
     """Return the numbers of operations of a model's forward pass, per token and per pair of query and key.
 
     A token uses its routed experts and all shared experts.
 
     Args:
         windows: Attention window of each layer with attention, see `ForwardFlops`.
+        indexers: Operations of indexers, if these choose the keys of each layer.
     """
+    if indexers is not None:
+        # A query sees as many keys as in a window.
+        windows = [indexers.topk for _ in windows]
     moe_layers = set(moe_layer_indices(config))
-    linear = config.linear_attention_freq or [0] * config.num_layers
     products = config.hidden_size * vocabulary_size
-    for index in range(config.num_layers):
-        if linear[index]:
-            products += _delta_net(config)
-        else:
-            products += _latent_projections(config) if config.multi_latent_attention else _projections(config)
+    products += sum(_MIXERS[mixer](config) for mixer in mixers_of(config) if mixer is not None)
+    for index in layers_with_mlp(config):
         products += _moe(config) if index in moe_layers else _mlp(config, config.hidden_size, config.ffn_hidden_size)
     of_a_layer = 2 * config.num_attention_heads * sum(_head_dims(config))
-    return ForwardFlops(2 * products, {window: of_a_layer * count for window, count in Counter(windows).items()})
+    return ForwardFlops(
+        2 * products, {window: of_a_layer * count for window, count in Counter(windows).items()}, indexers
+    )
 
 
 def _head_dims(config: Any) -> tuple[int, int]:
@@ -84,6 +114,8 @@ def _head_dims(config: Any) -> tuple[int, int]:
 
 def _projections(config: Any) -> int:
     """Return a token's multiplications in the query, gate, key, value and output projections."""
+    if config.multi_latent_attention:
+        return _latent_projections(config)
     heads, groups = config.num_attention_heads, config.num_query_groups
     of_queries = 3 if config.attention_output_gate else 2
     return int(config.hidden_size * config.kv_channels * (of_queries * heads + 2 * groups))
@@ -98,6 +130,15 @@ def _delta_net(config: Any) -> int:
     projections = config.hidden_size * (2 * keys + 3 * values + 2 * value_heads)
     convolution = (2 * keys + values) * config.linear_conv_kernel_dim
     return int(projections + convolution + 3 * values * key_dim)
+
+
+def _mamba(config: Any) -> int:
+    """Return a token's multiplications in a Mamba-2 layer."""
+    # Counted for the plain recurrence: the state is updated once and read once.
+    heads, values = config.mamba_num_heads, config.mamba_num_heads * config.mamba_head_dim
+    convolved = values + 2 * config.mamba_num_groups * config.mamba_state_dim
+    projections = config.hidden_size * (2 * values + convolved + heads)
+    return int(projections + convolved * config.linear_conv_kernel_dim + 2 * values * config.mamba_state_dim)
 
 
 def _latent_projections(config: Any) -> int:
@@ -125,3 +166,11 @@ def _moe(config: Any) -> int:
 def _mlp(config: Any, size: int, intermediate_size: int) -> int:
     """Return a token's multiplications in an MLP."""
     return (3 if config.gated_linear_unit else 2) * size * intermediate_size
+
+
+_MIXERS: Mapping[Mixer, Callable[[Any], int]] = {
+    Mixer.ATTENTION: _projections,
+    Mixer.DELTA_NET: _delta_net,
+    Mixer.MAMBA: _mamba,
+}
+"""Mixer -> function of the configuration that returns a token's multiplications outside of its pairs with others."""

@@ -25,8 +25,14 @@ class Head(Enum):
     """Exact entropy of the target's distribution over the full vocabulary, in nats."""
     VALUE = "value"
     """Value of the state before the target is chosen, such as the expected return. Needs a value head."""
+    SCORE = "score"
+    """The value head's output at a sequence's last token: the score of a sequence classifier with one label."""
     CANDIDATES = "candidates"
     """Log-probabilities, in nats, of the candidates for the target in the batch's column `candidate_ids`."""
+
+
+OF_VALUES = frozenset({Head.VALUE, Head.SCORE})
+"""Heads that need the value head and no logits."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class LossInputs:
 
     Attributes:
         logprobs: Log-probability of each token given its prefix, in nats. Entry `t` belongs to target token `t + 1`.
-            Has a graph during training. Zeros if the loss needs only values.
+            Has a graph during training. Zeros if the loss needs only values or scores.
         token_mask: True if the target counts in the loss.
         global_valid_tokens: Number of targets that count in the loss, in the global batch on all data-parallel ranks.
         global_sequences: Number of sequences in the global batch with such a target.
@@ -46,6 +52,7 @@ class LossInputs:
             training.
         candidates: Log-probabilities of each target's candidates, if the loss needs `Head.CANDIDATES`. Has a graph
             during training.
+        scores: Score of each sequence, if the loss needs `Head.SCORE`. Has a graph during training.
     """
 
     logprobs: Float[Tensor, "sequences targets"]
@@ -57,6 +64,7 @@ class LossInputs:
     entropy: Float[Tensor, "sequences targets"] | None = None
     values: Float[Tensor, "sequences targets"] | None = None
     candidates: Float[Tensor, "sequences targets k"] | None = None
+    scores: Float[Tensor, " sequences"] | None = None
 
     def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
         """Return a column's value for each target. If a sequence has one value, it is repeated."""
@@ -92,9 +100,9 @@ class LossFunction(Protocol):
 
 
 def needs_of(loss_function: LossFunction) -> frozenset[Head]:
-    """Return the heads that a loss function declares, and log-probabilities unless it declares only values."""
+    """Return the heads that a loss function declares, and log-probabilities unless it declares only heads of values."""
     declared = frozenset(getattr(loss_function, "needs", ()))
-    return declared if declared == {Head.VALUE} else declared | {Head.LOGPROBS}
+    return declared if declared and declared <= OF_VALUES else declared | {Head.LOGPROBS}
 
 
 def reduction_of(loss_function: LossFunction) -> Reduction:
@@ -104,7 +112,7 @@ def reduction_of(loss_function: LossFunction) -> Reduction:
 
 
 def missing_heads(loss_function: LossFunction, heads: Collection[Head]) -> frozenset[Head]:
-    """Return the heads that a loss function needs and a model lacks. Logits provide all heads except values."""
+    """Return the heads that a loss function needs and a model lacks. Logits also provide entropies and candidates."""
     of_logits = {Head.ENTROPY, Head.CANDIDATES} if Head.LOGPROBS in heads else set()
     return needs_of(loss_function) - {*heads, *of_logits}
 

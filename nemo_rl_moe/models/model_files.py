@@ -59,7 +59,7 @@ def collect_model_files(
     files |= {name: (model_folder / name).read_bytes() for name in IMAGE_FILES if (model_folder / name).is_file()}
     own = model_folder / GENERATION_CONFIG_FILE
     files[GENERATION_CONFIG_FILE] = own.read_bytes() if own.is_file() else _generation_config(hf_config)
-    return files | {CONFIG_FILE: _as_json(config_json)}
+    return files | {CONFIG_FILE: config_file(config_json)}
 
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
@@ -72,7 +72,7 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
     }
     if GENERATION_CONFIG_FILE not in files:
         files[GENERATION_CONFIG_FILE] = _generation_config(hf_config)
-    return files | {CONFIG_FILE: _as_json(config_json)}
+    return files | {CONFIG_FILE: config_file(config_json)}
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
@@ -103,7 +103,8 @@ def left_out_line(name: str) -> str:
     return f"{name} is left out of the exported weights: the family has no tensor for it"
 
 
-def _as_json(content: Mapping[str, Any]) -> bytes:
+def config_file(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a `config.json`."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 

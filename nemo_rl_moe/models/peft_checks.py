@@ -13,6 +13,7 @@ from nemo_rl_moe.models.peft_files import (
     CONFIG_FILE,
     FUSED_MODULES,
     PREFIX,
+    SCORE,
     TEXT_MODEL,
     WEIGHTS_FILE,
     factor_shapes,
@@ -116,7 +117,7 @@ def _broken_factors(folder: Path) -> list[str]:
             for name in sorted(names):
                 tensor = file.get_tensor(name)
                 other = name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")
-                if other not in names:
+                if other not in names and name != SCORE:
                     found.append(f"{name} has no {other.rpartition('.lora_')[2].removesuffix('.weight')} beside it")
                 elif not tensor.is_floating_point():
                     found.append(f"{name} is of {str(tensor.dtype).removeprefix('torch.')}, expected floating point")

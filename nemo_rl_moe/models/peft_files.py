@@ -23,16 +23,20 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from nemo_rl_moe.config.schema_lora import LoraConfig, lora_scale
+from nemo_rl_moe.config.schema_run import CRITIC_ROLE
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.classifiers import is_classifier_config
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.vision import VisionFamily
-from nemo_rl_moe.models.hf_files import holds_megatron_weights
+from nemo_rl_moe.models.hf_files import holds_megatron_weights, load_config_json
 from nemo_rl_moe.models.safetensors_folder import one_line, shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"
 """Folder of the adapter within a folder of merged weights."""
 PREFIX = "base_model.model."
+SCORE = f"{PREFIX}score.weight"
+"""Head of a sequence classifier, which trains with its adapters."""
 ExpertForm = Literal["per_expert", "fused"]
 
 # Supported values. With other values, peft's adapter computes something else than this project's adapter.
@@ -43,7 +47,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "layer_replication": (None,),
     "layers_to_transform": (None,),
-    "modules_to_save": (None, []),
+    "modules_to_save": (None, [], ["score"]),
     "trainable_token_indices": (None,),
     "use_dora": (False, None),
     "use_rslora": (False, True, None),
@@ -67,6 +71,7 @@ _NAMES = {
 """Last part of a module's name -> targets, for names that differ from their target."""
 FUSED_MODULES = ("experts", "base_layer")
 """Last parts of the names of modules with the factors of fused experts."""
+_STATE_FILE = "state.json"
 _FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
 
 
@@ -121,23 +126,25 @@ def expert_factor(name: str) -> ExpertFactor | None:
 
 
 def adapter_config(
-    lora: LoraConfig, hf_config: Any, base: str, names: Iterable[str], form: ExpertForm
+    lora: LoraConfig, hf_config: Any, base: str, names: Collection[str], form: ExpertForm
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json` for an adapter that this package has trained.
 
     Args:
         base: Name or folder of the base model.
-        names: Names of the adapter's factors, before the factors of experts are converted to `form`.
+        names: Names of the adapter's factors, before the factors of experts are converted to `form`. With `SCORE`, the
+            model is a sequence classifier.
         form: Form of the factors of experts in the folder.
     """
-    rank = lora.rank
+    rank, adapted = lora.rank, [name for name in names if name != SCORE]
+    is_classifier = SCORE in names
     modules: set[str] = set()
     parameters: set[str] = set()
     fused: dict[str, set[int | None]] = {}
     family = family_of(hf_config)
     vision = family.vision
     has_experts = family.rules.find("decoder.layers.0.mlp.experts.0.linear_fc1.weight") is not None
-    for name in names:
+    for name in adapted:
         module = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")[0]
         leaf = module.rpartition(".")[2]
         if found := expert_factor(name):
@@ -156,7 +163,8 @@ def adapter_config(
         parameters |= {f"mlp.experts.{parameter}" for parameter in fused}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        "modules_to_save": ["score"] if is_classifier else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": lora.alpha,
@@ -185,7 +193,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigurationError(
             f"policy.lora.path: {folder} holds no adapter: there is no {CONFIG_FILE}; expected a folder of "
-            "peft's, a run's `final`, or a checkpoint of a run with policy.lora"
+            "peft's, a run's `final`, or a checkpoint of a run with adapters"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
@@ -234,8 +242,16 @@ def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+def scores_sequences(folder: Path) -> bool:
+    """Return whether an adapter belongs to a sequence classifier, whose head it brings."""
+    folder = folder_of_peft(folder)
+    if holds_megatron_weights(folder):
+        return is_classifier_config(load_config_json(str(folder)))
+    return bool(read_adapter_config(folder).get("modules_to_save"))
+
+
 def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of each factor in a peft folder."""
+    """Return name -> shape of each factor in a peft folder, and of a head that it brings."""
     try:
         with safe_open(folder / WEIGHTS_FILE, "np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
@@ -252,13 +268,16 @@ def folder_of_peft(folder: Path) -> Path:
 
 
 def section_of_checkpoint(folder: Path) -> dict[str, Any]:
-    """Return the section `policy.lora` of the run that wrote a checkpoint."""
+    """Return the section `policy.lora` of the run that wrote a checkpoint. For the folder `critic` in a checkpoint,
+    return the critic's section."""
+    is_of_critic = folder.name == CRITIC_ROLE and not (folder / _STATE_FILE).exists()
+    state, model = (folder.parent, "value") if is_of_critic else (folder, "policy")
     try:
-        section = json.loads((folder / "state.json").read_bytes())["config"]["policy"]["lora"]
+        section = json.loads((state / _STATE_FILE).read_bytes())["config"][model]["lora"]
     except (OSError, ValueError, KeyError, TypeError):
         section = None
     if not isinstance(section, dict):
-        raise ConfigurationError(f"policy.lora.path: {folder} is no checkpoint of a run with policy.lora")
+        raise ConfigurationError(f"policy.lora.path: {folder} is no checkpoint of a run with adapters")
     return section
 
 
@@ -268,7 +287,7 @@ def lora_of_folder(folder: Path) -> LoraConfig:
     if holds_megatron_weights(folder):
         return _checked({"use_rslora": False, **section_of_checkpoint(folder), "path": None}, folder)
     content = read_adapter_config(folder)
-    names = factor_shapes(folder)
+    names = factor_shapes(folder).keys() - {SCORE}
     section = {
         "rank": content["r"],
         "alpha": float(content["lora_alpha"]),

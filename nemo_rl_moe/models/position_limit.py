@@ -1,13 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The longest sequence of a model by its `config.json`: the limit of its positions or of its family."""
+"""The longest sequence of a model by the positions in its `config.json`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.families import FAMILIES, vision_family_of
-from nemo_rl_moe.models.families.rules import SequenceLimit
+from nemo_rl_moe.models.families import vision_family_of
 from nemo_rl_moe.models.families.vision import decoder_section
 
 _EXTENDED = ("linear", "dynamic", "yarn")
@@ -35,22 +34,12 @@ def position_limit(config_json: Mapping[str, Any]) -> int | None:
     return max(stated, int(original * factor))
 
 
-def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
-    """Return the tightest limit of a model's sequences, or None if its `config.json` contains no limit."""
-    family = FAMILIES.get(str(config_json.get("model_type")))
-    of_family = None if family is None else family.sequence_limit(config_json)
-    positions = position_limit(config_json)
-    if positions is None or (of_family is not None and of_family.tokens <= positions):
-        return of_family
-    return SequenceLimit(positions, "positions")
-
-
 def too_long_sequences(policy: PolicyConfig, config_json: Mapping[str, Any]) -> list[str]:
     """Return a line if sequences may be longer than the model allows, otherwise an empty list."""
-    limit, longest = sequence_limit(config_json), policy.max_total_sequence_length
-    if limit is None or longest <= limit.tokens:
+    limit, longest = position_limit(config_json), policy.max_total_sequence_length
+    if limit is None or longest <= limit:
         return []
     return [
-        f"policy.max_total_sequence_length: got {longest}, expected at most {limit.tokens}, the {limit.name} of"
-        f" {policy.model_name} by its config.json{f': {limit.why}' if limit.why else ''}"
+        f"policy.max_total_sequence_length: got {longest}, expected at most {limit}, the positions of"
+        f" {policy.model_name} by its config.json"
     ]

@@ -4,7 +4,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +15,31 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemo_rl_moe.checksums import HEADER, ChecksumStream, Part
-from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
+from nemo_rl_moe.models.safetensors_folder import (
+    INDEX_FILE,
+    ONE_FILE,
+    SafetensorsFolder,
+    StoredTensor,
+    count_of,
+    listed,
+)
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Name in files -> supported type of weights."""
 MOST_MAPPED_BYTES = 2**26
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of a written file, as in transformers."""
+
+
+def type_problems(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return a line about the tensors of a type that cannot be read, if there are any."""
+    found = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in TYPES]
+    if not found:
+        return []
+    return [
+        f"{count_of(found)} of a type that cannot be read: {listed(found)}; allowed: {', '.join(TYPES)}; "
+        "convert quantised weights to BF16 first"
+    ]
 
 
 class SliceReader:
@@ -72,6 +90,23 @@ class SliceReader:
             window[along] = slice(start, start + count)
             target.narrow(along, first, count).copy_(self._file.get_slice(name)[tuple(window)])
         self.bytes_read += itemsize * math.prod(lengths)
+
+    def bands(self, name: str) -> Iterator[Tensor]:
+        """Yield the rows of a stored tensor in order, each time as many as `most_mapped_bytes` allow, at least one.
+
+        A tensor without dimensions is one row.
+        """
+        if not self._folder.tensors[name].shape:
+            self._open_for(name, self.dtype(name).itemsize)
+            self.bytes_read += self.dtype(name).itemsize
+            yield self._file.get_tensor(name)[None]
+            return
+        rows, *rest = self._folder.tensors[name].shape
+        band = max(1, self._most_mapped_bytes // (self.dtype(name).itemsize * max(math.prod(rest), 1)))
+        for start in range(0, rows, band):
+            target = torch.empty(min(band, rows - start), *rest, dtype=self.dtype(name))
+            self.read_into(target, name, [(start, start + len(target)), *((0, size) for size in rest)])
+            yield target
 
     def _open_for(self, name: str, mapped_bytes: int) -> None:
         file_name = self._folder.tensors[name].file
@@ -137,6 +172,14 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
         },
         "weight_map": dict(sorted(file_of.items())),
     }
+
+
+def write_index(folder: Path, files: Sequence[Sequence[TensorHeader]]) -> dict[str, Sequence[TensorHeader]]:
+    """Return name of each file -> its tensors, and write the index if there are several files."""
+    named = dict(zip(file_names(len(files)), files, strict=True))
+    if len(named) > 1:
+        (folder / INDEX_FILE).write_text(json.dumps(index_of(named), indent=2) + "\n", encoding="utf-8")
+    return named
 
 
 class SafetensorsWriter:

@@ -6,14 +6,16 @@ The folder is untrusted. An index may name only plain files in the same folder, 
 mismatch is an error before the first tensor is read.
 """
 
+import copy
 import hashlib
 import json
+import re
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from safetensors import SafetensorError, safe_open
 
@@ -65,6 +67,16 @@ class SafetensorsFolder:
         self.without_entry: Mapping[str, str] = {
             name: file for file, tensors in held.items() for name in tensors if name not in entries
         }
+
+    def only(self, patterns: Sequence[str]) -> Self:
+        """Return the folder with only the tensors whose names match one of the regular expressions."""
+        chosen = copy.copy(self)
+        chosen.tensors = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if any(re.fullmatch(pattern, name) for pattern in patterns)
+        }
+        return chosen
 
     @property
     def fingerprint(self) -> str:
@@ -177,6 +189,11 @@ def listed(names: list[str]) -> str:
     return ", ".join(shown(name) for name in names[:MOST_LISTED]) + more
 
 
+def count_of(names: Sequence[str]) -> str:
+    """Return the number of tensors, such as `3 tensors`."""
+    return f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
+
+
 def shown(value: Any) -> str:
     """Return a value from a file as one line of text. Plain names are unchanged, others are quoted and truncated."""
     text = str(value)
@@ -184,7 +201,9 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    text = " ".join(str(error).split())
+    # The text of a KeyError is the key alone.
+    return (f"KeyError: {text}" if isinstance(error, KeyError) else text or type(error).__name__)[:300]
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

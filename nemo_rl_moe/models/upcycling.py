@@ -11,7 +11,6 @@ no weight is rounded. Routers must compute in float32: if rows of two copies tie
 both copies.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +32,10 @@ from nemo_rl_moe.models.safetensors_files import (
     SafetensorsWriter,
     SliceReader,
     TensorHeader,
-    file_names,
-    index_of,
     split_into_files,
+    write_index,
 )
-from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, SafetensorsFolder, listed
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed
 
 
 @dataclass(frozen=True)
@@ -230,10 +228,7 @@ class Upcycling:
         folder.mkdir(parents=True)
         write_model_files(files, folder)
         headers = split_into_files((part.header for parts in self._parts.values() for part in parts), max_shard_bytes)
-        named = dict(zip(file_names(len(headers)), headers, strict=True))
-        if len(named) > 1:
-            (folder / INDEX_FILE).write_text(json.dumps(index_of(named), indent=2) + "\n", encoding="utf-8")
-        writer = SafetensorsWriter(folder, named)
+        writer = SafetensorsWriter(folder, write_index(folder, headers))
         with SliceReader(self._held) as reader:
             for number, (name, parts) in enumerate(self._parts.items(), start=1):
                 shape = self._held.tensors[name].shape

@@ -9,7 +9,7 @@ import numpy as np
 from nemo_rl_moe.data.continuation import Extension
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.generation.interface import GeneratedSequence
+from nemo_rl_moe.generation.interface import CAPTURED, GeneratedSequence
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
 
 
@@ -19,15 +19,15 @@ class GrowingSequence:
     Attributes:
         token_ids: All tokens so far.
         num_first: Number of tokens with which the sequence began.
-        routed_experts: Experts of the tokens for which the engine has run a forward pass. None if it does not report
-            experts.
+        captured: Attribute of a sequence (`CAPTURED`) -> what the model chose for the tokens for which the engine has
+            run a forward pass. The engine may report nothing.
     """
 
     def __init__(self, token_ids: Sequence[int]):
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self.routed_experts: StoredRows | None = None
+        self.captured: dict[str, StoredRows] = {}
         self._kept_tokens: StoredRows | None = None
         self.num_first = len(token_ids)
         self.add_given(token_ids)
@@ -51,11 +51,12 @@ class GrowingSequence:
         self.token_ids += found.token_ids.tolist()
         self._logprobs += found.logprobs.tolist()
         self._versions += np.broadcast_to(np.asarray(found.weight_version), len(found.token_ids)).tolist()
-        if found.routed_experts is not None:
-            # No pass has seen the last token. An engine may still report a meaningless row for it.
-            routes = found.routed_experts.before(len(self) - 1)
-            # Earlier tokens keep the routes with which they were sampled.
-            self.routed_experts = routes if self.routed_experts is None else self.routed_experts.followed_by(routes)
+        for name in CAPTURED:
+            if (of_pass := getattr(found, name)) is not None:
+                # No pass has seen the last token. An engine may still report a meaningless row for it.
+                rows = of_pass.before(len(self) - 1)
+                # Earlier tokens keep the choices with which they were sampled.
+                self.captured[name] = self.captured[name].followed_by(rows) if name in self.captured else rows
         if found.kept_tokens is not None:
             before = self._kept_tokens
             self._kept_tokens = found.kept_tokens if before is None else before.followed_by(found.kept_tokens)
@@ -73,9 +74,9 @@ class GrowingSequence:
             loss_mask=versions != NOT_SAMPLED,
             logprobs=np.array(self._logprobs, dtype=np.float32),
             weight_versions=versions,
-            routed_experts=self.routed_experts,
             model_inputs=dict(model_inputs),
             kept_tokens=self._kept_tokens,
+            **self.captured,
         )
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nemo_rl_moe.distributed.batch import Column, TokenBatch, per_sequence, per_token, stored_per_token
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS, kept_tokens_column
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, sequences_of, trajectory_of_each_sequence
+from nemo_rl_moe.routing.indexer_replay import INDEXER_POSITIONS
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.token_lag import NO_LAG
 from nemo_rl_moe.token_writers import RESULT, TOKEN_WRITERS, token_writers
@@ -84,8 +85,8 @@ def training_batch(
 
     Returns:
         A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and `token_writers` if an
-        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, the batch has
-        them in its field `stored`.
+        environment wrote tokens. If the engine reports `routed_experts`, `indexer_positions` and `kept_tokens`, the
+        batch has them in its field `stored`.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]
@@ -103,8 +104,12 @@ def training_batch(
     writers = [token_writers(sequence.weight_versions != NOT_SAMPLED) for sequence in sequences]
     if any((of_sequence == RESULT).any() for of_sequence in writers):
         columns[TOKEN_WRITERS] = per_token(pad_sequence([torch.as_tensor(each) for each in writers], batch_first=True))
-    capture = stored_per_token([sequence.routed_experts for sequence in sequences], fill=UNKNOWN)
-    stored = {} if capture is None else {ROUTED_EXPERTS: capture}
+    captured = {
+        ROUTED_EXPERTS: [sequence.routed_experts for sequence in sequences],
+        INDEXER_POSITIONS: [sequence.indexer_positions for sequence in sequences],
+    }
+    columns_of = {name: stored_per_token(rows, fill=UNKNOWN) for name, rows in captured.items()}
+    stored = {name: column for name, column in columns_of.items() if column is not None}
     if (kept := kept_tokens_column([sequence.kept_tokens for sequence in sequences])) is not None:
         stored[KEPT_TOKENS] = kept
     return TokenBatch(

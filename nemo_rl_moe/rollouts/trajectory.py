@@ -49,6 +49,8 @@ class TokenSequence:
             all other tokens.
         routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 per token, from the first
             pass over the token. None if the engine does not report them.
+        indexer_positions: Positions that each token sees in each layer with an indexer, `[layers, k]` int32 per token.
+            None if the engine does not report them.
         model_inputs: Further inputs of the model, such as images.
         kept_tokens: Sampling mask of each sampled token. If present, `logprobs` are normalized over it. None if the
             engine was not asked for it.
@@ -59,6 +61,7 @@ class TokenSequence:
     logprobs: Float[np.ndarray, " tokens"]
     weight_versions: Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
+    indexer_positions: StoredRows | None = None
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
     kept_tokens: StoredRows | None = None
 

@@ -45,7 +45,7 @@ class Library:
 _PARTS_OF_CUDNN = (*("adv", "cnn", "engines_precompiled", "engines_runtime_compiled", "graph", "heuristic", "ops"),)
 # By the beginning of the file's name. A symbol belongs to the first whose expression it fits.
 LIBRARIES = {
-    "libcudart": Library(r"(__)?cuda[A-Z]", ("cudart.cpp", "memory.cpp", "late.cpp")),
+    "libcudart": Library(r"(__)?cuda[A-Z]", ("cudart.cpp", "memory.cpp", "ledger.cpp", "late.cpp")),
     "libcublasLt": Library("cublasLt", ("cublaslt.cpp",)),
     "libcublas": Library("cublas"),
     "libcudnn": Library("cudnn", ("cudnn.cpp",)),
@@ -61,7 +61,7 @@ LIBRARIES = {
     "libnvrtc": Library("nvrtc"),
     "libnvshmem_host": Library("nvshmem"),
     "libnccl": Library("p?nccl[A-Z]", ("nccl.cpp", "nccl_job.cpp", "nccl_reduce.cpp", "nccl_collectives.cpp")),
-    "libcuda": Library("cu[A-Z]", ("driver.cpp",)),
+    "libcuda": Library("cu[A-Z]", ("driver.cpp", "virtual.cpp")),
     "libnvidia-ml": Library("nvml", ("nvml.cpp",)),
 }
 _BY_NAME_ALONE = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -124,6 +124,18 @@ def asked_for(libraries: Iterable[Path]) -> tuple[dict[str, set[str]], dict[str,
     )
 
 
+def declared_by_driver(header: Path) -> set[str]:
+    """Return the functions of cuda.h, and their names with a number. Triton and others find them by name."""
+    text = header.read_text(encoding="utf-8")
+    return set(re.findall(r"CUresult CUDAAPI (cu[A-Z]\w+)\(", text)) | set(re.findall(r"\b(cu[A-Z]\w+_v\d)\b", text))
+
+
+def opened_by_name(package: Path) -> set[str]:
+    """Return the functions of the runtime that a package's Python code calls."""
+    files = package.glob("distributed/device_communicators/cuda_wrapper.py")
+    return {name for file in files for name in re.findall(r'"(cuda[A-Z]\w+)"', file.read_text(encoding="utf-8"))}
+
+
 def _output(*command: str | Path) -> str:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
 
@@ -157,9 +169,12 @@ def build(target: Path, headers: Path) -> None:
     asking = [
         (torch_folder() / "lib", "*.so"),
         (transformer_engine_folder(Path(sys.prefix)), "**/*transformer_engine*.so"),
+        (torch_folder().parent / "vllm", "**/*.so"),
     ]
     wanted, versions = asked_for(sorted(file for folder, names in asking for file in folder.glob(names)))
     with tempfile.TemporaryDirectory(prefix="fake_card_") as scratch:
+        wanted["libcuda.so.1"] |= declared_by_driver(headers / "cuda.h")
+        wanted["libcudart.so.13"] |= opened_by_name(torch_folder().parent / "vllm")
         for file, symbols in wanted.items():
             sources = LIBRARIES[file.partition(".")[0]].sources
             stubs = symbols - _defined(sources)
@@ -173,6 +188,9 @@ def build(target: Path, headers: Path) -> None:
             flags = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-fvisibility=hidden", "-shared", "-pthread"]
             _run("g++", *flags, *options, *paths, f"{scratch}/stubs.o", "-o", target / file, "-ldl")
             print(f"{file}: {len(symbols)} symbols, {len(symbols - stubs)} of them made here")
+    for copy in torch_folder().parent.glob("*.libs/libcudart.*.so.13"):  # of torchvision's
+        copy.unlink()
+        copy.symlink_to(target / "libcudart.so.13")
 
 
 def _run(*command: str | Path) -> None:

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,23 @@ _ON_CARDS_ALONE = {"_fused_rms_norm_backward": _rms_norm_backward}
 """Operations that torch has for cards and not for the host."""
 
 
+PARTS: dict[str, Callable[..., Any]] = {}
+"""Operations of other libraries -> what they consist of."""
+KERNELS: dict[str, Mapping[str, Callable[..., Any]]] = {}
+"""Other libraries -> their kernels by name, as functions of the host. An operation without one fails."""
+
+
+def kernel_named(library: str, name: str) -> Callable[..., Any]:
+    """Return a kernel.
+
+    Raises:
+        NotImplementedError: There is none, and the results would be what the memory held before.
+    """
+    if name not in KERNELS[library]:
+        raise NotImplementedError(f"the fake card has no kernel {name} of {library}")
+    return KERNELS[library][name]
+
+
 def host_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the host in the memory of one of the card."""
     storage = tensor.untyped_storage()
@@ -88,8 +105,14 @@ class HostKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in ("aten", "prims"):
-            return func(*args, **kwargs)
+        if (parts := PARTS.get(func._schema.name)) is not None:
+            with self:
+                return parts(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # where torch does not take operations apart before
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         flat, spec = tree_flatten((args, kwargs))
         tensors = [each for each in flat if isinstance(each, torch.Tensor)]
         on_card = [each for each in tensors if each.is_cuda]
@@ -98,6 +121,11 @@ class HostKernels(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if not (on_card or makes_on_card) or name in _WITHOUT_KERNEL or _is_view(func):
             return func(*args, **kwargs)
+        kernel = _ON_CARDS_ALONE.get(name, func)
+        if func.namespace not in ("aten", "prims"):
+            if func.namespace not in KERNELS:
+                return func(*args, **kwargs)
+            kernel = kernel_named(func.namespace, name)
         if on_card and name not in _COPIES:
             _refuse_strangers(func, tensors, but_on_host=name in _INDEXES)
         if self._leaves_large and _is_large(name, tensors, args):
@@ -136,7 +164,7 @@ class HostKernels(TorchDispatchMode):
         if makes_on_card or (name == "_to_copy" and asked_for is None):
             host_kwargs.pop("pin_memory", None)
         with _numbers_of(card, func, flat):
-            return tree_map(to_card, _ON_CARDS_ALONE.get(name, func)(*host_args, **host_kwargs))
+            return tree_map(to_card, kernel(*host_args, **host_kwargs))
 
 
 def _is_view(func: Any) -> bool:
@@ -228,14 +256,27 @@ def _waits(name: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -
 
 # For a whole process
 
+_of_thread = threading.local()
 
-def enter() -> None:
+
+def enter(_: object = None) -> None:
     """Computes on the host from now on, in this thread and in those that it starts."""
-    HostKernels().__enter__()
+    enter_thread()
+    # torch's attention then consists of operations that the host has too.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def with_kernels(thread: threading.Thread) -> None:
-        with HostKernels():
-            bootstrap(thread)
+        enter_thread()
+        bootstrap(thread)
 
     threading.Thread._bootstrap_inner = with_kernels  # type: ignore[attr-defined]
+
+
+def enter_thread() -> None:
+    """Computes on the host from now on in this thread, if it does not yet."""
+    if not hasattr(_of_thread, "kernels"):
+        _of_thread.kernels = HostKernels()
+        _of_thread.kernels.__enter__()

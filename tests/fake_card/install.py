@@ -4,6 +4,7 @@
 
 python3.12 -m tests.fake_card.install FOLDER; in the releases of constraints-gpu.txt. Without torch or CUDA's headers
 it ends with an error. Without the packages for training it goes on: the tests that need one of them are skipped.
+With --vllm it adds vLLM.
 """
 
 import argparse
@@ -12,16 +13,13 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
 import venv
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADERS = ("nvidia-cuda-runtime", "nvidia-cuda-crt")
-_OF_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "numpy", "setuptools", "sympy", "typing-extensions")
 _OF_TESTS = ("hypothesis", "pytest", "pytest-timeout")
-# They ask for torch, and torch for NVIDIA's packages, so that they come without what they ask for.
-_WITH_TORCH = ("megatron-core", "triton")
+_OF_NVIDIA = re.compile(r"Requires-Dist: (cuda-toolkit|nvidia-)")
 
 
 class NotThere(Exception):
@@ -43,19 +41,21 @@ class Environment:
         venv.create(self.folder, with_pip=True, clear=True)
 
     def install_torch(self) -> None:
-        """Install torch and CUDA's headers."""
+        """Install torch and CUDA's headers. Packages of NVIDIA's are no longer among those that torch asks for."""
         self.pip("install", "--no-deps", *self._torch_arguments, "torch")
+        (metadata,) = self.folder.glob("lib/python*/site-packages/torch-*.dist-info/METADATA")
+        lines = metadata.read_text(encoding="utf-8").splitlines(keepends=True)
+        metadata.write_text("".join(line for line in lines if not _OF_NVIDIA.match(line)), encoding="utf-8")
         self.pip("install", "--no-deps", "--target", str(self.folder / "headers"), *HEADERS)
-        self.pip("install", *_OF_TORCH, *_OF_TESTS)
+        self.pip("install", "torch", *_OF_TESTS)
 
     def install_training(self) -> None:
         """Install this project with what it needs for training."""
-        project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        named = [*project["dependencies"], *project["optional-dependencies"]["train"]]
-        others = [each for each in named if re.split("[^a-z-]", each)[0] not in ("torch", *_WITH_TORCH)]
-        self.pip("install", *others)
-        self.pip("install", "--no-deps", *_WITH_TORCH)
-        self.pip("install", "--no-deps", "--editable", str(REPOSITORY))
+        self.pip("install", "--editable", f"{REPOSITORY}[train]")
+
+    def install_vllm(self) -> None:
+        """Install vLLM for CUDA, and what a run with it needs. Copies of NVIDIA's libraries are replaced by a build."""
+        self.pip("install", "--editable", f"{REPOSITORY}[train,environments,vllm]")
 
     def pip(self, command: str, *arguments: str) -> None:
         """Run a command of pip, in the releases of constraints-gpu.txt.
@@ -77,8 +77,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fake_card.install", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--torch-arguments", default="", help="more arguments for pip's installation of torch")
+    parser.add_argument("--vllm", action="store_true", help="add vLLM to an environment that is there")
     options = parser.parse_args()
     environment, began = Environment(options.folder, options.torch_arguments), time.monotonic()
+    if options.vllm:
+        try:
+            environment.install_vllm()
+        except NotThere as error:
+            print(f"[fake-card] error: pip does not get vLLM: {error}", file=sys.stderr)
+            return 2
+        print(f"[fake-card] vLLM installed in {time.monotonic() - began:.0f} s")
+        return 0
     environment.make()
     try:
         environment.install_torch()

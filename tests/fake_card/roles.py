@@ -5,6 +5,7 @@ card or over gloo, and returns numbers that must be the same."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, per_token
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron.training.measurements import candidate_logprobs, prefix_values, top_candidates
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.rank_results import RankTrainResult
 from tests.gpu.models import with_routes
@@ -80,16 +82,17 @@ def critic(policy: PolicyConfig) -> Numbers:
         returns = torch.cos(batch.input_ids.float()) + torch.arange(batch.input_ids.shape[1]) / 10
         columns = {"returns": per_token(returns), "previous_values": per_token(0.9 * returns)}
         shard = _shard(trainer, batch.with_columns(**columns))
-        found = _rows("before", trainer.values(shard.microbatches))
+        found = _rows("before", trainer.measure(shard.microbatches, prefix_values))
         found |= _steps(trainer.train([shard], ValueLoss(0.5)) for _ in range(2))
-        return found | _rows("after", trainer.values(shard.microbatches))
+        return found | _rows("after", trainer.measure(shard.microbatches, prefix_values))
 
 
 def teacher(policy: PolicyConfig) -> Numbers:
     """Return what a teacher says of its likeliest tokens, and two steps of a student towards it."""
     with parallel_job(policy):
         batch, teaches = _batch(), _trainer(policy)
-        top = teaches.top_candidates(_shard(teaches, batch).microbatches, _NUM_CANDIDATES, _VOCABULARY)
+        likeliest = partial(top_candidates, k=_NUM_CANDIDATES, vocabulary_size=_VOCABULARY)
+        top = teaches.measure(_shard(teaches, batch).microbatches, likeliest)
         ids, values = _of_the_rank_that_reports(
             teaches, _whole(batch, [pair for each in top for pair in zip(*each, strict=True)])
         )
@@ -98,7 +101,7 @@ def teacher(policy: PolicyConfig) -> Numbers:
         student = _trainer(policy.model_copy(update={"init_seed": 77}))
         shard = _shard(student, batch)
         found = {"ids": ids.numpy(), "teacher": values.numpy()}
-        found |= _rows("student", student.candidate_logprobs(shard.microbatches))
+        found |= _rows("student", student.measure(shard.microbatches, candidate_logprobs))
         loss = DistillationLoss("mixed", 0.5, True, 1.0, 0.0, 0.1, None)
         return found | _steps(student.train([shard], loss) for _ in range(2))
 

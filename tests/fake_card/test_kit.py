@@ -15,20 +15,25 @@ from tests.fake_card.environment import REPOSITORY, card_environment, shared_fol
 pytestmark = pytest.mark.timeout(3000)  # on a busy machine
 
 # Not here: `families`; what measures speed (`rank_share`, `tracking_cost`); what only other kernels of attention would
-# change (`decode_*`); and vLLM.
+# change (`decode_*`); and vLLM (`test_vllm`).
 NAMES = (
     *("sync", "slice_step", "host_state", "refit", "decode_auto", "long", "save_and_resume"),
     *("refusal_without_engine", "parity_with_cpu"),
 )
 
 
-def run_kit_check(name: str, folder: Path) -> list[dict[str, Any]]:
+def run_kit_check(name: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
     """Return the lines of a check; fails with what it printed, if it has none."""
     results = folder / "results.jsonl"
     with shared_folder() as shared:
         command = [sys.executable, "-W", "ignore", "-m", "tests.fake_card.kit", name, str(results)]
         ended = subprocess.run(
-            command, cwd=REPOSITORY, env=card_environment(shared), capture_output=True, text=True, check=False
+            command,
+            cwd=REPOSITORY,
+            env=card_environment(shared, **environment),
+            capture_output=True,
+            text=True,
+            check=False,
         )
     printed = (ended.stdout + ended.stderr)[-6000:]
     assert ended.returncode == 0, printed

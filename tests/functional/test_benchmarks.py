@@ -264,3 +264,18 @@ def test_mixed_lengths_prints_one_line_of_padding_and_speeds(repository_root: Pa
     # The same batches: but for auxiliary losses, which are those of a microbatch, the modes train the same.
     losses = result["last_losses"]
     assert list(losses.values()) == pytest.approx([losses["plain"]] * 4, rel=1e-3)
+
+
+def test_adapter_mismatch_shows_what_merging_loses(repository_root: Path) -> None:
+    arguments = ("--engines", "megatron_separate", "--norms", "1e-3", "1e-2", "--samples", "1")
+    lines = run_benchmark(repository_root, "adapter_mismatch", *arguments).stdout.splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [row[1:3] for row in rows] == [
+        [kind, norm] for kind in ("float32", "bfloat16") for norm in ("0.001", "0.01")
+    ]
+    merged, adapter = ([float(row[column].split()[0]) for row in rows] for column in (4, 5))
+    lost = [float(row[3]) for row in rows]
+    assert lost[:2] == [0.0, 0.0]
+    assert 1 > lost[2] > 3 * lost[3] > 0
+    assert max(merged[:2] + adapter[:2]) < 1e-4
+    assert all(with_adapter < gap / 2 for gap, with_adapter in zip(merged[2:], adapter[2:], strict=True))

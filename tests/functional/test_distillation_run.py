@@ -4,10 +4,12 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.functional import grpo_runs, sft_runs
 from tests.functional.named_runs import NamedRuns
@@ -273,7 +275,7 @@ def test_teachers_by_environment_score_their_own_responses(runs: NamedRuns) -> N
     changes = {
         "+env.mixture.sums": "{weight: 1.0}",
         "+env.mixture.words": "{weight: 1.0}",
-        "+distillation.teachers.writer": f"{{model_name: {second}, logprob_batch_size: 4,"
+        "+distillation.teachers.writer": f"{{model_name: {second}, adapter: null, logprob_batch_size: 4,"
         f' megatron_cfg: "${{{TEACHER}.megatron_cfg}}"}}',
         "+cluster.roles.writer": "{cpu_workers_per_node: 1}",
         "distillation.teacher_by_environment": "{sums: teacher, words: writer}",
@@ -284,3 +286,42 @@ def test_teachers_by_environment_score_their_own_responses(runs: NamedRuns) -> N
     for metrics in runs.steps("two teachers"):
         assert metrics["train/distillation/share_with_teacher"] == 1
         assert metrics["train/env/sums/share"] == metrics["train/env/words/share"] == 0.5
+
+
+def write_adapter(folder: Path, base: Path) -> Path:
+    """Write an adapter of peft on the attention, with random values that show."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+def test_a_teacher_computes_with_its_adapter(runs: NamedRuns) -> None:
+    peft, base = pytest.importorskip("peft"), runs.folder / "teacher"
+    adapter, merged = write_adapter(runs.folder / "adapter", base), runs.folder / "merged teacher"
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    make_moe_teacher(merged, sft_runs.MODEL)  # its tokenizer
+    model.merge_and_unload().save_pretrained(merged)
+    runs("merged", 2, {**EVEN_STEPS, f"{TEACHER}.model_name": merged})
+    expected = [metrics["train/teacher_kl"] for metrics in runs.steps("merged")]
+    for name, changes in {"adapted": {}, "adapted, tensor parallel": TP2}.items():
+        runs(name, 2, {**EVEN_STEPS, **changes, f"{TEACHER}.adapter": adapter})
+        assert [metrics["train/teacher_kl"] for metrics in runs.steps(name)] == pytest.approx(expected, rel=1e-4)
+    whole = [metrics["train/teacher_kl"] for metrics in runs.steps("whole")]
+    assert expected[0] != pytest.approx(whole[0], rel=1e-2)
+
+
+def test_an_adapter_that_is_not_the_teacher_s_ends_before_workers(runs: NamedRuns) -> None:
+    other = make_moe_teacher(runs.folder / "wide", sft_runs.MODEL, hidden_size=64)
+    of_another = write_adapter(runs.folder / "adapter of another", other)
+    for folder, said in {
+        runs.folder / "nowhere": "nowhere not found",
+        runs.folder / "teacher": "holds no adapter: there is no adapter_config.json",
+        of_another: "factors in adapter_model.safetensors belong to another base than",
+    }.items():
+        refused = runs.start("refused adapter", 1, {f"{TEACHER}.adapter": folder}, exit_code=2)
+        assert refused.stderr.startswith(f"error: {TEACHER}.adapter: {folder}")
+        assert said in refused.stderr
+        assert "starting 1 worker" not in refused.stdout

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 """GRPO of tiny models of families with an expert bias or gated delta nets: ten steps with the rollout's routes replayed
-(R3).
+(R3), with indexers their positions too.
 
 The bias moves between steps, so that an engine with a copy of the weights must get it, though it is no parameter.
 """
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.shared_ray, pytest.mark.slow]
 
 NUM_STEPS = 10
 # As the tiny tokenizer has them, and sequences of the tiny recipe.
-OF_THE_TOKENIZER = {"vocab_size": 45, "eos_token_id": 1, "pad_token_id": 0, "index_topk": 64}
+OF_THE_TOKENIZER = {"vocab_size": 45, "eos_token_id": 1, "pad_token_id": 0}
 
 
 def make_model_folder(folder: Path, name: str) -> Path:
@@ -40,11 +40,17 @@ def make_model_folder(folder: Path, name: str) -> Path:
         ("glm4_moe_norms_groups", 2, {"ep": 2}, "megatron"),
         ("glm4_moe_lite", 2, {"pp": 2}, "megatron_separate"),
         ("minimax_m2", 2, {"tp": 2}, "megatron_separate"),
+        ("dots1", 2, {"ep": 2}, "megatron_separate"),
+        ("solar_open", 2, {"pp": 2}, "megatron"),
         ("kimi_k2", 1, {}, "megatron"),
         ("deepseek_v32", 2, {"ep": 2}, "megatron_separate"),
         ("glm_moe_dsa", 2, {"pp": 2}, "megatron"),
+        ("deepseek_v32_sparse", 2, {"ep": 2}, "megatron_separate"),
+        ("glm_moe_dsa_sparse", 2, {"pp": 2}, "megatron"),
         ("qwen3_5_moe_text", 2, {"ep": 2}, "megatron"),
         ("qwen3_next", 2, {"tp": 2}, "megatron_separate"),
+        ("nemotron_h", 2, {"tp": 2}, "megatron_separate"),
+        ("nemotron_h_groups_odd_vocabulary", 2, {"pp": 2}, "megatron"),
     ],
 )
 def test_ten_steps_with_the_rollouts_routes(
@@ -56,6 +62,8 @@ def test_ten_steps_with_the_rollouts_routes(
     megatron = {**layout(**sizes), "routing_replay": "rollout", "routing_measurements": measurements}
     if has_bias:
         megatron["moe_router_bias_update_rate"] = 0.02
+    if chooses := name.endswith("_sparse"):
+        megatron["indexer_replay"] = "rollout"
     settings = grpo_runs.settings(
         tmp_path,
         data,
@@ -75,6 +83,12 @@ def test_ten_steps_with_the_rollouts_routes(
     assert len(values["train/loss"]) == NUM_STEPS
     assert values["train/moe/routing/rows_usable_share"] == [1] * NUM_STEPS
     assert values["train/moe/routing/anomalies"] == [0] * NUM_STEPS
+    if chooses:
+        assert values["train/moe/indexer/rows_usable_share"] == [1] * NUM_STEPS
+        assert values["train/moe/indexer/agreement"] == [1] * NUM_STEPS
+        # The second of two updates has other weights.
+        assert min(values["train/moe/indexer/overlap"]) > 0.9
+        assert min(values["train/moe/indexer/captured_bytes"]) > 0
     # Of the first of two updates each: the second has moved the weights.
     assert max(values["train/token_mult_prob_error"]) < 1 + 1e-5
     # Of the weights that rolled out, by the experts of either side: rounding alone.

@@ -54,7 +54,7 @@ def test_each_step_gives_the_kept_metrics(name: str, changes: list[str], tmp_pat
     for step, metrics in golden.items():
         assert found[step].keys() == metrics.keys(), f"step {step}"
         # A step of rollouts is several updates, and its metrics are of all of them.
-        relative = BEFORE_UPDATES if int(step) < (2 if name in ("sft", "dpo") else 1) else AFTER_UPDATES
+        relative = BEFORE_UPDATES if int(step) < (2 if name in ("sft", "dpo", "rm") else 1) else AFTER_UPDATES
         tied = {
             f"{split}/accuracy" for split in ("train", "val") if abs(metrics.get(f"{split}/reward_margin", 1)) < TIE
         }

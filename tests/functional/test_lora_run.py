@@ -178,8 +178,7 @@ def test_generate_with_an_adapter_is_generate_with_merged_weights(
         done = shared_ray.run_here([*words, "--temperature", "0", *overrides], tmp_path / name)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    lora = {**LORA, "path": str(getattr(trained, adapter))}
-    found = responses("adapter", trained.base, f"policy.lora={json.dumps(lora)}")
+    found = responses("adapter", trained.base, "--adapter", str(getattr(trained, adapter)))
     expected = responses("merged", trained.final)
     assert [record["token_ids"] for record in found] == [record["token_ids"] for record in expected]
     for record, other in zip(found, expected, strict=True):

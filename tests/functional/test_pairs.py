@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.pairs.cases import OF_EACH_CHANGE, Case
+from nemo_rl_moe.generation.vllm.releases import installed_release
+from tests.functional.pairs.cases import OF_EACH_CHANGE, WITH_VLLM, Case
 from tests.functional.pairs.runs import faults_of
 from tests.functional.pairs.settings import Inputs
 
@@ -24,4 +25,11 @@ CASES = [pytest.param(each, marks=[pytest.mark.slow] * (each.name in LONG), id=e
 
 @pytest.mark.parametrize("case", CASES)
 def test_combined_features_train_validate_and_go_on(case: Case, inputs: Inputs, tmp_path: Path) -> None:
+    assert faults_of(case, inputs, tmp_path) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm")
+@pytest.mark.parametrize("case", WITH_VLLM, ids=lambda case: case.name)
+def test_adapters_train_validate_and_go_on_with_vllm(case: Case, inputs: Inputs, tmp_path: Path) -> None:
     assert faults_of(case, inputs, tmp_path) == []

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.functional import grpo_runs, sft_runs
 from tests.functional.named_runs import NamedRuns
+from tests.functional.test_lora_run import LORA, tensors
 from tests.functional.test_resume import weights_of
 
 pytestmark = pytest.mark.shared_ray
@@ -22,6 +24,9 @@ CRITIC_ALONE = 1
 TP2 = {"value.megatron_cfg.tensor_model_parallel_size": 2, "value.megatron_cfg.sequence_parallel": True}
 # Adam without it makes whole steps of gradients that are rounding, after which other tokens are sampled.
 EVEN_STEPS = {"policy.megatron_cfg.optimizer.adam_eps": 1e-2}
+FROM_THE_FIRST_STEP = {"ppo.policy_training_start_step": 0}
+ADAPTERS = {"value.lora": LORA}
+BOTH = {**ADAPTERS, "policy.lora": LORA, "policy.megatron_cfg.optimizer.lr": 0.01}
 PACKED = {"policy.sequence_packing.enabled": True, "policy.sequence_packing.train_mb_tokens": 128}
 
 
@@ -118,3 +123,66 @@ def test_another_layout_of_the_critic_has_the_same_numbers(
             name_of_metric = f"train/critic/{key}"
             assert found[name_of_metric] == pytest.approx(alone[name_of_metric], rel=1e-4, abs=1e-5), key
     assert runs.steps(name)[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "changes"), [("adapters", ADAPTERS), ("adapters of both", BOTH)])
+def test_adapters_of_a_critic_learn_and_go_on_to_the_last_bit(
+    name: str, changes: Mapping[str, Any], runs: NamedRuns
+) -> None:
+    runs(name, NUM_STEPS, changes)
+    steps, stopped = runs.steps(name), f"{name}, stopped"
+    assert steps[-1]["train/critic/value_loss"] < steps[0]["train/critic/value_loss"]
+    assert all(metrics["train/critic/grad_norm"] > 0 for metrics in steps)
+    runs(stopped, SAVED_AT, changes)
+    assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in runs(stopped, None, changes)
+    assert runs.learned(stopped) == runs.learned(name)
+    for final in ("final", "final_critic", "final_critic/adapter"):
+        assert weights_of(runs.checkpoints(stopped) / final) == weights_of(runs.checkpoints(name) / final)
+    assert (runs.checkpoints(name) / "final/adapter").exists() == ("policy.lora" in changes)
+    assert_merged(runs.folder / "critic", runs.checkpoints(name) / "final_critic")
+
+
+def assert_merged(base: Path, final: Path) -> None:
+    """The final weights are those of peft on the base, which adapters of all layers have moved."""
+    peft = pytest.importorskip("peft")
+    merged, ids = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32), torch.arange(2, 22).view(2, 10)
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(final / "adapter")
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
+    frozen, found = tensors(base), tensors(final)
+    same = {name for name, tensor in frozen.items() if torch.equal(tensor, found[name])}
+    assert {name for name in frozen if not name.endswith("_proj.weight")} == same
+
+
+@pytest.mark.full
+def test_a_critic_begins_with_the_adapter_of_a_checkpoint(runs: NamedRuns) -> None:
+    runs("adapters", NUM_STEPS, ADAPTERS)
+    folder = runs.checkpoints("adapters")
+    values, first_values = {}, "train/critic/values/mean"
+    for name, path in {"checkpoint": folder / f"step_{NUM_STEPS}/critic", "final": folder / "final_critic"}.items():
+        runs(f"from {name}", 1, {**FROM_THE_FIRST_STEP, "value.lora": {**LORA, "path": str(path)}})
+        values[name] = runs.steps(f"from {name}")[0][first_values]
+    runs("from merged", 1, {**FROM_THE_FIRST_STEP, "value.model_name": folder / "final_critic"})
+    assert values["final"] == pytest.approx(runs.steps("from merged")[0][first_values], abs=1e-5)
+    assert values["checkpoint"] != pytest.approx(values["final"], abs=1e-3), "the checkpoint has the head too"
+    wrong = {"value.lora": {**LORA, "rank": 8, "path": str(folder / "final_critic")}}
+    assert runs.start("wrong", None, wrong, 2).stderr.startswith(
+        "error: value.lora.rank: got 8, expected 4, as in value.lora.path "
+    )
+
+
+@pytest.mark.full
+def test_a_resumed_critic_keeps_its_adapters_and_their_base(runs: NamedRuns) -> None:
+    runs("kept", SAVED_AT, ADAPTERS)
+    refused = runs.start("kept", None, {"value.lora": {**LORA, "rank": 8}}, 2).stderr
+    assert "value.lora.rank: got 8, but " in refused
+    assert "the checkpoint's adapters have other settings" in refused
+    other = sft_runs.make_model_folder(runs.folder / "other")
+    torch.manual_seed(4)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(other)).save_pretrained(other)
+    refused = runs.start("kept", None, {**ADAPTERS, "value.model_name": other}, 2).stderr
+    assert f"value.model_name: got {other}" in refused
+    assert "the checkpoint's adapters belong to another base" in refused

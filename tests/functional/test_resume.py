@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
 from nemo_rl_moe.runs.folder.metrics import read_metrics
-from tests.functional import dpo_runs, grpo_runs, sft_runs, shared_ray
+from tests.functional import dpo_runs, grpo_runs, rm_runs, sft_runs, shared_ray
 from tests.support.loggers import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 
 pytestmark = pytest.mark.shared_ray
@@ -75,6 +75,13 @@ def dpo(folder: Path, data: Path) -> Algorithm:
     pairs = dpo_runs.make_pairs(data / "pairs", 64, 12)
     settings = dpo_runs.settings(folder, pairs, dpo__max_num_steps=NUM_STEPS, **loggers, **CHECKPOINTING)
     return Algorithm("dpo", dpo_runs.EXEMPLAR, settings)
+
+
+def rm(folder: Path, data: Path) -> Algorithm:
+    loggers = dict.fromkeys(sft_runs.only_jsonl(), True)
+    pairs = dpo_runs.make_pairs(data / "pairs", 64, 12)
+    settings = rm_runs.settings(folder, pairs, rm__max_num_steps=NUM_STEPS, **loggers, **CHECKPOINTING)
+    return Algorithm("rm", rm_runs.EXEMPLAR, settings)
 
 
 LORA = (
@@ -153,7 +160,7 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
     [
         sft,
         *(pytest.param(make, marks=pytest.mark.full) for make in (sft_of_adapters, grpo_of_adapters)),
-        *(pytest.param(make, marks=pytest.mark.slow) for make in (dpo_of_adapters, grpo, dpo)),
+        *(pytest.param(make, marks=pytest.mark.slow) for make in (dpo_of_adapters, grpo, dpo, rm)),
     ],
     ids=lambda make: make.__name__,
 )

@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.functional.served import KEY, NAME, Served, make_model, serving
@@ -59,6 +60,30 @@ def test_prompts_are_scored_as_by_transformers(model: Path, server: Served) -> N
         assert scores == pytest.approx([*own, float(expected[-1].max())], abs=2e-5)
         _, *likeliest = choice.logprobs.top_logprobs or []
         assert [max(each.values()) for each in likeliest] == pytest.approx(expected.max(-1).values.tolist(), abs=2e-5)
+
+
+def test_an_adapter_answers_with_the_model(model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    settings = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(base, settings).eval()
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    token_ids = tokenizer.encode(PROMPTS[1])
+    with torch.no_grad():
+        logprobs = adapted(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+    words = ("--adapter", str(tmp_path / "adapter"), "--max-model-len", "200")
+    with serving(model, tmp_path, *words) as served:
+        reply = served.client().completions.create(
+            model=NAME, prompt=PROMPTS[1], echo=True, logprobs=1, max_tokens=1, temperature=0
+        )
+    [choice] = reply.choices
+    assert choice.logprobs is not None
+    _, *scores = choice.logprobs.token_logprobs or []
+    own = logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+    assert scores == pytest.approx([*own, float(logprobs[-1].max())], abs=1e-4)
+    without, _ = outputs(model, token_ids)
+    assert (logprobs - without).abs().max() > 0.1
 
 
 def test_a_chat_has_the_experts_that_transformers_chooses(model: Path, server: Served) -> None:

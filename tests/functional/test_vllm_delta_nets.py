@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,43 +26,11 @@ from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.runs.folder.metrics import read_metrics
 from tests.functional import grpo_runs, sft_runs
+from tests.support.delta_net_models import MODELS, OF_THE_TOKENIZER
+from tests.support.vllm_adapters import ATTENTION, RoundedAdapterTrainer, adapter_check
 from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine, vllm_tests
 
 pytestmark = vllm_tests()
-
-_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}
-_FIELDS = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    # The smallest sizes that the kernel takes.
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    # As behind the rule stands a norm of numbers that can be near 0.
-    "rms_norm_eps": 1e-3,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-_OF_IMAGES = {**_ROPE, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**_FIELDS, **_EXPERTS, "norm_topk_prob": True, "rope_parameters": _ROPE},
-    "qwen3_5_moe_text": {**_FIELDS, **_EXPERTS, "rope_parameters": _OF_IMAGES},
-    "qwen3_5_text": {**_FIELDS, "intermediate_size": 48, "rope_parameters": _OF_IMAGES},
-}
-# As the tiny tokenizer has them.
-OF_THE_TOKENIZER = {"vocab_size": 45, "eos_token_id": 1, "pad_token_id": 0}
 
 
 class RoundedTrainer(Trainer):
@@ -181,6 +148,40 @@ def test_a_convolution_that_stays_packed_is_found(engine: VllmEngine, trainer: R
     with pytest.raises(WeightSyncError, match=r"in copy 0 3 of \d+ tensors differ: .*linear_attn\.conv1d\.weight"):
         of_run.after_refit(engine)
     assert torch.isfinite(torch.tensor(generated(engine, requests(1))[0].logprobs)).all()
+
+
+OUTSIDE_OF_EXPERTS = (*ATTENTION, "out_proj", "gate_proj", "up_proj", "down_proj", "gate")
+ADAPTED = {
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", *OUTSIDE_OF_EXPERTS),
+    "qwen3_5_moe_text": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", *OUTSIDE_OF_EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_delta_nets_shared_experts_and_routers(vllm_cluster: RayCluster, tmp_path: Path, name: str) -> None:
+    config = AutoConfig.for_model(name, **MODELS[name])
+    trainer = RoundedAdapterTrainer(tmp_path / "model", ADAPTED[name], config=config, scale=3.0)
+    assert {each.split(".")[-3] for each in trainer.factors} == {*ADAPTED[name]}
+    engine = start_engine(vllm_cluster, trainer, dtype="bfloat16", captures_routes=True, adapters=trainer.settings)
+    try:
+        trainer.refit(engine)
+        of_run = adapter_check(engine, trainer, in_float32=False, number_format="bfloat16")
+        for _ in range(3):
+            of_run.after_refit(engine)
+            assert of_run.share_compared == 1
+            trainer.move()
+            trainer.refit(engine)
+        asked = requests(8)
+        gaps = []
+        for request, sequence in zip(asked, generated(engine, asked), strict=True):
+            (expected,) = trainer.scores([[*request.token_ids, *sequence.token_ids.tolist()]])
+            gaps.append(np.abs(sequence.logprobs - expected[len(request.token_ids) - 1 :]))
+            assert sequence.routed_experts is not None
+        mean = float(np.concatenate(gaps).mean())
+        print(f"mean difference of log-probs {mean:.2g}")
+        assert mean < 0.05
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.slow

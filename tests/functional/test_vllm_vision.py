@@ -262,17 +262,43 @@ def test_text_alone_goes_on_beside_images(engine: VllmEngine, trainer: VisionTra
     assert len(sequence.token_ids) == GREEDY.max_new_tokens
 
 
+APPLIED: dict[str, Any] = {
+    "policy__lora": {
+        "rank": 4,
+        "alpha": 8.0,
+        "use_rslora": False,
+        "targets": ["all-linear"],
+        "dropout": 0.0,
+        "experts": "none",
+        "init": "kaiming",
+        "path": None,
+    },
+    "policy__generation__lora_refit": "adapter",
+    "policy__megatron_cfg__optimizer__lr": 0.01,
+}
+"""Adapters that the engine applies to the decoder."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "frozen"), [("tiny_internvl_moe", False), ("tiny_qwen3_vl_moe", True)])
-def test_a_run_draws_from_the_weights_that_it_trains(name: str, frozen: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tiny_internvl_moe", {}),
+        ("tiny_internvl_moe", APPLIED),
+        ("tiny_qwen3_vl_moe", {"policy__freeze__vision_tower": True}),
+        ("tiny_qwen3_vl_moe", APPLIED),
+    ],
+)
+def test_a_run_draws_from_the_weights_that_it_trains(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     shapes = vision_runs.make_shapes(tmp_path / "shapes")
     overrides = grpo_runs.settings(
         tmp_path,
         shapes,
         policy__megatron_cfg__routing_replay="rollout",
         policy__generation__backend="vllm",
-        policy__freeze__vision_tower=frozen,
-        **vision_runs.grpo_changes(shapes) | {"policy__model_name": Path("examples/assets", name)},
+        **changes,
+        **vision_runs.grpo_changes(shapes)
+        | {"policy__model_name": sft_runs.REPOSITORY_ROOT / "examples/assets" / name},
         **sft_runs.only_jsonl(),
     )
     command = grpo_runs.command(overrides, vision_runs.GRPO_EXEMPLAR)

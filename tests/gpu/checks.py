@@ -189,7 +189,7 @@ def refusal_without_engine(*, rehearse: bool) -> Iterator[Numbers]:
     message = None
     with _hidden("transformer_engine"):
         from nemo_rl_moe.models.megatron.cpu import cpu_backend
-        from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
+        from nemo_rl_moe.models.megatron.model.transformer_engine import require_transformer_engine
 
         was_active, cpu_backend.ACTIVE = cpu_backend.ACTIVE, cpu_backend.ACTIVE and not rehearse
         try:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import GptOssConfig
-
 from nemo_rl_moe.models.families import FAMILIES
 
 _SIZES: Mapping[str, Any] = {
@@ -60,11 +58,13 @@ _INDEXED: Mapping[str, Any] = {
     **_DEEPSEEK,
     "q_lora_rank": 10,
     "n_shared_experts": 1,
-    "index_topk": 32,
+    "index_topk": 64,
     "index_n_heads": 2,
     "index_head_dim": 8,
     "rope_parameters": _DEEPSEEK_YARN,
 }
+# An indexer that chooses among the tokens of the tests' sequences. With many heads, no two scores are 0.
+_SPARSE: Mapping[str, Any] = {**_INDEXED, "index_topk": 4, "index_n_heads": 16}
 # Stretched so far that short sequences show it.
 _ROPE: Mapping[str, Mapping[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
@@ -91,8 +91,7 @@ _GPT_OSS: Mapping[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "intermediate_size": 16,
-    # Releases of transformers before 5.19 compute with 7 for any configuration.
-    "swiglu_limit": 1.0 if hasattr(GptOssConfig, "swiglu_limit") else 7.0,
+    "swiglu_limit": 1.0,
 }
 _GLM: Mapping[str, Any] = {
     "num_hidden_layers": 4,
@@ -104,6 +103,18 @@ _GLM: Mapping[str, Any] = {
     "moe_intermediate_size": 12,
     "first_k_dense_replace": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
+
+
+_DOTS: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
 }
 
 
@@ -119,6 +130,25 @@ _DELTA_NETS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-3,
 }
 
+_NEMOTRON: Mapping[str, Any] = {
+    "layers_block_type": [
+        *("linear_attention", "moe", "full_attention", "moe"),
+        *("mlp", "linear_attention", "full_attention", "moe"),
+    ],
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+    # A norm of numbers that can be near 0 follows the recurrence.
+    "layer_norm_epsilon": 1e-3,
+}
+
 
 @dataclass(frozen=True)
 class FamilyModel:
@@ -129,10 +159,12 @@ class FamilyModel:
     Attributes:
         model_type: As in `config.json`.
         fields: Of the configuration; those that all share are filled in.
+        layers_together: Only each such number of layers can a stage of a pipeline begin.
     """
 
     model_type: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    layers_together: int = 1
 
     @property
     def router_fields(self) -> Mapping[str, str | None]:
@@ -140,7 +172,8 @@ class FamilyModel:
 
     @property
     def num_layers(self) -> int:
-        return int({**_SIZES, **self.fields}["num_hidden_layers"])
+        fields = {**_SIZES, **self.fields}
+        return len(fields["layers_block_type"]) if "layers_block_type" in fields else int(fields["num_hidden_layers"])
 
     @property
     def experts_can_be_cut(self) -> bool:
@@ -307,6 +340,9 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
         },
     ),
     "glm4_moe_without_biases": FamilyModel("glm4_moe", {**_GLM, "attention_bias": False, "num_hidden_layers": 2}),
+    # As dots.llm1.
+    "dots1": FamilyModel("dots1", {**_DOTS, "first_k_dense_replace": 1, "sliding_window": None}),
+    "solar_open": FamilyModel("solar_open", {**_DOTS, "rope_parameters": _ROPE["yarn"]}),
     # As GLM-4.7-Flash.
     "glm4_moe_lite": FamilyModel(
         "glm4_moe_lite",
@@ -342,6 +378,19 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
             "indexer_types": ["full", "full", "shared", "full"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
+    ),
+    "deepseek_v32_sparse": FamilyModel("deepseek_v32", {**_SPARSE, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa_sparse": FamilyModel(
+        "glm_moe_dsa",
+        {
+            **_SPARSE,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "indexer_types": ["full", "shared"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        layers_together=2,
     ),
     "qwen3_next": FamilyModel(
         "qwen3_next",
@@ -380,6 +429,20 @@ FAMILY_MODELS: Mapping[str, FamilyModel] = {
         },
     ),
     "qwen3_5_text": FamilyModel("qwen3_5_text", {**_DELTA_NETS, "tie_word_embeddings": True, "vocab_size": 61}),
+    # As Nemotron-3 Nano, with each kind of layer in either half.
+    "nemotron_h": FamilyModel("nemotron_h", _NEMOTRON),
+    "nemotron_h_groups_odd_vocabulary": FamilyModel(
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "mlp", "moe", "linear_attention"],
+            "n_group": 4,
+            "topk_group": 2,
+            "mamba_num_heads": 2,
+            "conv_kernel": 2,
+            "vocab_size": 61,
+        },
+    ),
     # With YaRN's two bounds in one place, as released.
     "kimi_k2": FamilyModel(
         "kimi_k2",

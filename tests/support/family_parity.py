@@ -61,7 +61,9 @@ class Layout:
         """Return whether the model can be spread like this."""
         chunks = self.sizes.get("pp", 1) * self.sizes.get("vpp", 1)
         cuts_experts = self.sizes.get("etp", 1) > 1
-        return model.num_layers % chunks == 0 and (not cuts_experts or model.experts_can_be_cut)
+        return model.num_layers % (chunks * model.layers_together) == 0 and (
+            not cuts_experts or model.experts_can_be_cut
+        )
 
     def policy(self, *, has_experts: bool) -> PolicyConfig:
         """Return the configuration; ranks that would share experts share the batch where there are none."""

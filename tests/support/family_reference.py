@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,27 +100,29 @@ def read_model(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
     return found.eval()
 
 
-def has_delta_nets(model: Any) -> bool:
-    """Return whether a model of transformers mixes tokens by the gated delta rule."""
-    return any(hasattr(module, "linear_attn") for module in model.modules())
+def has_recurrent_layers(model: Any) -> bool:
+    """Return whether a model of transformers mixes tokens by the gated delta rule, or has Mamba-2 layers."""
+    return any(hasattr(module, "linear_attn") or hasattr(module, "ssm_state_size") for module in model.modules())
 
 
 @contextmanager
 def other_chunks(model: Any, chunk_size: int = 16) -> Iterator[None]:
-    """Let transformers compute the gated delta rule in other chunks than of 64: the same on paper."""
-    assert has_delta_nets(model)
+    """Let transformers compute recurrent layers in other chunks than of 64 or 128: the same on paper."""
+    assert has_recurrent_layers(model)
     module = importlib.import_module(type(model).__module__)
-    with mock.patch.object(
-        module,
-        "torch_chunk_gated_delta_rule",
-        partial(module.torch_chunk_gated_delta_rule, chunk_size=chunk_size),
-    ):
+    rule = getattr(module, "torch_chunk_gated_delta_rule", None)
+    with ExitStack() as changes:
+        if rule is not None:
+            smaller = partial(rule, chunk_size=chunk_size)
+            changes.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", smaller))
+        for mixer in (each for each in model.modules() if hasattr(each, "ssm_state_size")):
+            changes.enter_context(mock.patch.object(mixer, "chunk_size", chunk_size))
         yield
 
 
 def _random_values(name: str, like: Tensor) -> Tensor:
     sampled = torch.randn(like.shape)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_f.weight")):
         # Some families begin with 1, others add 1.
         return like + 0.3 * sampled
     if re.search(r"bias|sinks", name):

@@ -24,7 +24,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.family_parity import or_why_not
 from tests.support.family_reference import (
-    has_delta_nets,
+    has_recurrent_layers,
     other_chunks,
     read_model,
     routers_of_transformers,
@@ -89,7 +89,7 @@ def write_and_train_reference(name: str, folder: Path, policy: PolicyConfig) -> 
     batch = tiny_batch(100, model.config.vocab_size)
     found = steps_of_transformers(model, policy, batch, _loss)
     save_model(model, folder / TRAINED)
-    if not has_delta_nets(model):
+    if not has_recurrent_layers(model):
         return found
     other = read_model(folder)
     with other_chunks(other, chunk_size=4):

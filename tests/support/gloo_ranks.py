@@ -314,10 +314,11 @@ def prepare() -> list[str]:
     # A process on CPUs hides the package, but for one that is imported before.
     sys.modules.pop("transformer_engine", None)
     importlib.import_module("transformer_engine")
-    from nemo_rl_moe.models.megatron.model import transformer_config
+    from nemo_rl_moe.models.megatron.model import transformer_config, transformer_engine, transformer_problems
 
     # The configuration is that of a GPU, in every field; how Megatron-Core runs on a host stays corrected.
-    transformer_config.cpu_backend = SimpleNamespace(ACTIVE=False)
+    for module in (transformer_config, transformer_engine, transformer_problems):
+        module.cpu_backend = SimpleNamespace(ACTIVE=False)
     importlib.reload(importlib.import_module("tests.support.rank_imports"))
     _CudaIsTheHost().__enter__()
     return [str(STAND_IN)]

@@ -72,7 +72,7 @@ def golden_words(name: str, folder: Path, repository: Path, user_code: str = USE
         user_code: Module of the user code.
     """
     run = RUNS[name]
-    loop = run.algorithm if run.algorithm in ("sft", "dpo") else "grpo"
+    loop = run.algorithm if run.algorithm in ("sft", "dpo", "rm") else "grpo"
     common: Settings = {
         "policy.model_name": repository / _MODEL,
         "policy.init": "random",
@@ -141,6 +141,18 @@ def _dpo(folder: Path, repository: Path, user_code: str) -> Settings:
         "data.validation.path": _write(folder / "validation.jsonl", 9, 4, record),
         "policy.train_global_batch_size": 8,
         "policy.train_micro_batch_size": 2,
+    }
+
+
+def _rm(folder: Path, repository: Path, user_code: str) -> Settings:
+    def record(a: int, b: int) -> dict[str, object]:
+        wrong = f"{a}{b}" + "0" * (a % 4)
+        return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": wrong, "margin": 0.25 * (a % 3)}
+
+    return _dpo(folder, repository, user_code) | {
+        "data.train.path": _write(folder / "scored.jsonl", 48, 3, record),
+        "data.validation.path": _write(folder / "held_out.jsonl", 9, 4, record),
+        "rm.center_rewards_coefficient": 0.01,
     }
 
 
@@ -268,6 +280,7 @@ def _agent(folder: Path, repository: Path, user_code: str) -> Settings:
 RUNS = {
     "sft": GoldenRun("sft", _sft, num_steps=5),
     "dpo": GoldenRun("dpo", _dpo, num_steps=5),
+    "rm": GoldenRun("rm", _rm, num_steps=5),
     "grpo": GoldenRun("grpo", _grpo),
     "kl_cov": GoldenRun("grpo", _kl_cov),
     "dppo": GoldenRun("grpo", _dppo),

@@ -99,7 +99,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
         self.state[param] = {kind: torch.zeros_like(param, dtype=dtype) for kind, dtype in self._dtypes.items()}
-        self.set_scaled_state(param, "master_param", param.detach().float())
+        if "master_param" in self._dtypes:
+            self.set_scaled_state(param, "master_param", param.detach().float())
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
         """Return a tensor of the state in float32: itself where it is."""

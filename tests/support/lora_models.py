@@ -21,7 +21,7 @@ from nemo_rl_moe.models.peft_files import VISION_MODEL, is_of_attention, named_i
 from tests.support.family_reference import (
     COLUMNS,
     files_beside,
-    has_delta_nets,
+    has_recurrent_layers,
     other_chunks,
     outputs_of_trainer,
     read_model,
@@ -309,7 +309,7 @@ def _batch(vocabulary: int) -> Any:
 def _of_peft(base: Any, factors: Factors, scale: float) -> tuple[Computed, Computed]:
     peft = PeftModel(base, factors, scale)
     found = _computed(peft)
-    if not has_delta_nets(peft.model):
+    if not has_recurrent_layers(peft.model):
         return found, found
     peft.model.zero_grad()
     with other_chunks(peft.model.get_base_model(), chunk_size=4):

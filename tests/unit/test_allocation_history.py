@@ -29,6 +29,12 @@ def test_the_fullest_moment_has_what_was_held_before_and_not_what_was_freed() ->
     assert at_peak(held, []) == [held[1]]
 
 
+def test_the_moment_at_which_some_allocations_are_the_most() -> None:
+    events = [_event("alloc", 1, 1), _event("alloc", 2, 50), _event("free_requested", 2, 50), _event("alloc", 3, 2)]
+    found = at_peak({}, events, lambda event: event["size"] if event["addr"] in (1, 3) else 0)
+    assert sorted(event["addr"] for event in found) == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("lines", "size", "term"),
     [
@@ -37,6 +43,8 @@ def test_the_fullest_moment_has_what_was_held_before_and_not_what_was_freed() ->
         (("fused_bias_dropout.py:_add", "transformer_layer.py:_forward_attention"), 33 << 20, "residual"),
         (("fused_bias_dropout.py:_add", "transformer_layer.py:_forward_post_mlp"), 33 << 20, "input"),
         (("functional.py:linear", "chunked_head.py:logits"), 300 << 20, "head"),
+        (("_common.py:apply_normalization", "multi_latent_attention.py:forward"), 6 << 20, "latents"),
+        (("gemm.py:general_gemm", "mlp.py:forward"), 160 << 20, "matrices"),
         (("mine.py:anything",), 1, OTHER),
         ((), 1, OTHER),
     ],

@@ -74,6 +74,18 @@ def test_config_prints_what_loads_to_the_same(
     assert dump_resolved(expected)["policy"]["tokenizer"]["name"] == str(REPOSITORY / "examples/assets/tiny_qwen3_moe")
 
 
+def test_config_proposes_a_rate_for_adapters_beside_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = "{rank: 4, alpha: 8, use_rslora: false, targets: [all-linear], dropout: 0, experts: none, init: kaiming}"
+    words = [f"policy.lora={adapters}", "+policy.lora.path=null", "policy.megatron_cfg.optimizer.lr=1e-5"]
+    assert cli.main(["config", "--config", "sft_tiny_moe.yaml", *words, "data.train.path=sums"]) == 2
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["policy"]["lora"]["rank"] == 4
+    warning, *problems = printed.err.splitlines()
+    assert warning.startswith("warning: policy.megatron_cfg.optimizer.lr: 1e-05 is usual for all weights; adapters (")
+    assert problems
+    assert all(line.startswith("error: data.validation.path: ") for line in problems)
+
+
 def test_overrides_may_stand_before_and_behind_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["config", "sft.seed=7", "--config=sft_tiny_moe.yaml", "sft.max_num_steps=30", "+sft.seed=8", *HUB_DATA]
     assert cli.main(arguments) == 0

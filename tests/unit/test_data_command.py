@@ -124,10 +124,11 @@ def test_conversations(shown: Callable[..., str]) -> None:
     ]
 
 
-def test_pairs_with_what_was_cut_of_each(tmp_path: Path, shown: Callable[..., str]) -> None:
+@pytest.mark.parametrize("config", ["dpo_tiny_moe.yaml", "rm_tiny_moe.yaml"])
+def test_pairs_with_what_was_cut_of_each(config: str, tmp_path: Path, shown: Callable[..., str]) -> None:
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3" * 300}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
-    text = shown("data.train.path=pairs.jsonl", config="dpo_tiny_moe.yaml")
+    text = shown("data.train.path=pairs.jsonl", config=config)
     _, _, shown_pairs = text.partition("{{truncated}}\n")
     assert shown_pairs == (
         "\npairs.jsonl:1 (chosen): 6 tokens, 2 to train on\n1+1=[[2<eos>]]\n"

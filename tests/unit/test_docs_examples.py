@@ -59,7 +59,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
-LAUNCHERS = {"examples/run_sft.py": "sft", "examples/run_dpo.py": "dpo", "examples/run_grpo.py": "grpo"}
+LAUNCHERS = {f"examples/run_{name}.py": name for name in ("sft", "dpo", "rm", "grpo")}
 COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:nemo-rl-moe|python (?={'|'.join(LAUNCHERS)})) ?(.+)")
 # The script for Slurm adds the number of machines, which Slurm says.
 BATCH_JOB = re.compile(r"sbatch --nodes=(\d+) (?:--\S+ )*examples/slurm/train\.sbatch (.+)")
@@ -139,7 +139,7 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--co
 # Shown together with the messages that it ends with.
 MEANT_TO_FAIL = "sft.max_num_step=10"
 EXAMPLE_ALGORITHM = REPOSITORY_ROOT / "examples" / "algorithms"
-OF_ANY_ALGORITHM = ("run", "ppo", "distillation", "config", "data", "evaluate", "plan")
+OF_ANY_ALGORITHM = ("run", "rm", "ppo", "distillation", "config", "data", "evaluate", "plan")
 LOADERS = dict.fromkeys(OF_ANY_ALGORITHM, load_any_config)
 LOADERS |= {"sft": load_config, "dpo": load_dpo_config, "grpo": load_grpo_config}
 
@@ -209,6 +209,7 @@ def test_generate_commands_are_valid() -> None:
     for command in GENERATE_COMMANDS:
         options, overrides = parser.parse_known_args(command[1:])
         assert not [word for word in overrides if word.startswith("-")], command
+        options.adapter = None  # its folder, which has the settings, is not there
         load_grpo_config(
             generate_command.BASE_CONFIG,
             generate_command.overrides_of(generate_command.OPTIONS, options) + overrides,

@@ -20,7 +20,7 @@ from tests.unit.test_docs_site import script
 
 PAGE = REPOSITORY_ROOT / "docs" / "migrating.md"
 FROM_TRL = PAGE.with_name("from-trl.md")
-KNOWN = {key for algorithm in ("sft", "dpo", "grpo") for key in known_keys(ALGORITHMS[algorithm].config_class)}
+KNOWN = {key for algorithm in ("sft", "dpo", "rm", "grpo") for key in known_keys(ALGORITHMS[algorithm].config_class)}
 NAMES = {key.rpartition(".")[2] for key in KNOWN}
 SECTIONS = {key.partition(".")[0] for key in KNOWN}
 

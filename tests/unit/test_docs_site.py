@@ -96,13 +96,13 @@ def test_reference_has_the_defaults_of_each_kind() -> None:
 def test_reference_in_words() -> None:
     lines = make_reference.reference().splitlines()
     assert "### `sft`" in lines
-    assert "### `data` (sft, dpo)" in lines
+    assert "### `data` (sft, dpo, rm)" in lines
     assert "### `data` (grpo, ppo, distillation)" in lines
     assert lines.count("### `policy.megatron_cfg`") == 1
     for row in (
         "| `max_grad_norm` | a number above 0 and up to 1000000000 or null | `1.0` "
         "| Clip the gradient to this norm. null: no clipping. |",
-        "| `train_global_batch_size` | a whole number above 0 | sft `64`, dpo `64`, grpo `512`, ppo `512`, "
+        "| `train_global_batch_size` | a whole number above 0 | sft `64`, dpo `64`, rm `64`, grpo `512`, ppo `512`, "
         "distillation `512` | Number of samples in one optimizer step, over all ranks. |",
         "| `moe_use_legacy_grouped_gemm` | true or false | the model's own "
         "| Use the older grouped kernels. Megatron-Core up to 0.16. |",
@@ -234,7 +234,7 @@ def test_script_for_slurm_is_whole() -> None:
     subprocess.run(["bash", "-n", SLURM_SCRIPT], check=True)
     found = subprocess.run([SLURM_SCRIPT], capture_output=True, text=True, check=False)
     assert found.returncode == 2
-    assert found.stderr == f"error: usage: sbatch {SLURM_SCRIPT} sft|dpo|grpo --config FILE [overrides]\n"
+    assert found.stderr == f"error: usage: sbatch {SLURM_SCRIPT} sft|dpo|rm|grpo --config FILE [overrides]\n"
     # Slurm reads its options up to the first command only.
     head, _, _ = SLURM_SCRIPT.read_text(encoding="utf-8").partition("set -euo pipefail")
     options = [line for line in SLURM_SCRIPT.read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH ")]

@@ -33,7 +33,7 @@ from tests.gpu.kit.pins import pins
 
 # Older ones load whole wheels for a `--dry-run`: ten gigabytes here.
 PIP_WITH_METADATA = "pip==26.3"
-OLDER_FOR_VLLM = {"fastapi", "numpy", "setuptools"}
+OLDER_FOR_VLLM = {"fastapi", "numpy", "setuptools", "transformers"}
 ENGINE_OF_MEGATRON = {"0.16.1": ">=2.9,<2.12", "0.19.2": "==2.17.1"}
 PYTHONS = ("3.11", "3.12", "3.13")
 RESOLVER_LIMIT_S = 3600

@@ -171,8 +171,8 @@ def test_ranks_that_share_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     # Over all eight ranks, as without.
     assert rows["optimizer: master weights and two moments (float32, sharded)"] == "2.58"
     # Inputs of 28 layers of a quarter of the tokens, 2 x 2048 bytes each, and of the last norm with what it gives and
-    # gets; logits of a chunk of 1,024 in both types with their gradient, and the weight's gradient.
-    activations = (28 + 3) * 4096 // 4 * 2 * 2048 + (1024 * (4 + 2 + 2) + 2048 * 4) * 151936
+    # gets; logits of a chunk of 1,024 in both types, and the weight's gradient.
+    activations = (28 + 3) * 4096 // 4 * 2 * 2048 + (1024 * (4 + 2) + 2048 * 4) * 151936
     label = next(label for label in rows if label.startswith("+ in a backward pass, 4096 tokens"))
     assert rows[label] == f"{activations / 1e9:.2f}"
     assert "context parallel (CP)" not in values(plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)[1])
@@ -272,7 +272,7 @@ def test_the_30b_recipe_fits_eight_cards_of_80_gb(capsys: pytest.CaptureFixture[
     ending = f" of the 80 GB of each H100 to spare: {fullest} GB while training\n"
     spare = re.search(rf"  8xH100: fits, with (\d+)%{re.escape(ending)}", printed)
     assert spare is not None
-    assert int(spare[1]) == 8
+    assert int(spare[1]) == 10
 
 
 LORA_RECIPE = ("grpo_qwen3_30b_a3b_lora.yaml", QWEN3_30B_A3B)
@@ -364,7 +364,7 @@ HELP: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["sft_qwen3_30b_a3b.yaml", f"{MEGATRON}.expert_model_parallel_size=2"],
-        [f"{OFFLOAD_TO_THE_HOST} (68.99 of 80 GB)"],
+        [f"{OFFLOAD_TO_THE_HOST} (68.68 of 80 GB)"],
     ),
 ]
 
@@ -393,7 +393,7 @@ def test_a_plan_that_no_single_change_makes_fit_names_the_nearest_and_recipes(
     chosen = ["grpo_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, *engines, "--target", "8xH100"]
     printed = plan(capsys, *chosen)[1]
     recipes = re.findall(r"^    shipped configurations of the model that fit: (.*)$", printed, re.MULTILINE)
-    assert "grpo_qwen3_30b_a3b_8xh100.yaml (76.36 of 80 GB)" in recipes[0]
+    assert "grpo_qwen3_30b_a3b_8xh100.yaml (75.40 of 80 GB)" in recipes[0]
     assert "2x8xh100" not in recipes[0], "its engines have another machine"
     assert "fits with" not in printed
     small = ["grpo_qwen3_30b_a3b_8xh100.yaml", QWEN3_30B_A3B, "--target", "8xA100-40GB"]
@@ -424,6 +424,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 SHIPPED = {
     "sft_qwen3_30b_a3b.yaml": ("Qwen3-30B-A3B", "8xH200"),
     "dpo.yaml": ("Qwen3-30B-A3B", "8xH200"),
+    "rm.yaml": ("Qwen3-30B-A3B", "8xH200"),
     "grpo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
     "ppo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
     "distillation_math.yaml": ("Qwen3-1.7B", "8xH100"),
@@ -459,8 +460,8 @@ def role_rows(printed: str) -> dict[str, list[float]]:
 
 def test_a_critic_and_a_reward_model_beside_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
     section = (
-        f"reward_model={{model_name: {MODEL_CONFIGS / 'Qwen3-1.7B'}, logprob_batch_size: 1, weight: 1.0, megatron_cfg:"
-        " {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, expert_model_parallel_size: 1,"
+        f"reward_model={{model_name: {MODEL_CONFIGS / 'Qwen3-1.7B'}, adapter: null, logprob_batch_size: 1, weight: 1.0,"
+        " megatron_cfg: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2, expert_model_parallel_size: 1,"
         " expert_tensor_parallel_size: 1, sequence_parallel: false}}"
     )
     own = (section, "+cluster.roles.reward_model={num_nodes: 1, gpus_per_node: 2}")
@@ -473,6 +474,15 @@ def test_a_critic_and_a_reward_model_beside_the_policy(capsys: pytest.CaptureFix
     assert rows["reward_model"] == [2.03, 0, 0, 1.5, 3.53]
     assert "reward_model: " in printed
     assert "Memory of each worker beside the policy" not in plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)[1]
+
+
+def test_adapters_of_a_critic_leave_gradients_and_optimizer_to_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = "rank: 32, alpha: 64, use_rslora: false, targets: [all-linear], dropout: 0, init: kaiming, path: null"
+    lora = f"value.lora={{{adapters}, experts: none}}"
+    code, printed, errors = plan(capsys, "ppo_math_1B.yaml", QWEN3_1_7B, lora)
+    assert (code, errors) == (0, "")
+    # 28 layers of 32 x 38,912 parameters: 2 bytes beside the base, 2 bytes, 12 bytes over 8 ranks.
+    assert role_rows(printed)["critic"] == [3.51, 0.07, 0.05, 1.5, 5.13]
 
 
 def test_a_teacher_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:

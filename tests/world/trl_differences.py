@@ -52,10 +52,6 @@ THINKING_IN_CONTENT = Difference(
     "we move thinking from the content to the key that the template reads; TRL trains on <think> within an answer",
     is_other_text=True,
 )
-THINKING_RENAMED = Difference(
-    "we move thinking from reasoning_content to the key that the template reads; TRL trains without it",
-    is_other_text=True,
-)
 R1 = _prompted(ASSISTANT)
 NEMOTRON = _prompted("<think></think>")
 NEMOTRON_THINKS = _prompted("<think></think>", "<think>")
@@ -100,10 +96,8 @@ TRL_DIFFERENCES: Mapping[str, Mapping[str, Difference]] = {
     "gemma": _SHOWS_NO_THINKING,
     "gemma3": _SHOWS_NO_THINKING,
     "gptoss": {
-        "chat": HARMONY,
-        "tool": HARMONY,
+        **dict.fromkeys(("chat", "reason", "tool"), HARMONY),
         "think": THINKING_IN_CONTENT,
-        "reason": THINKING_DROPPED,
         "calls": LEFT_OUT,
     },
     "idefics3": _LISTS_ALONE,

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from nemo_rl_moe.algorithms.losses.pairs import PairMeans
 from nemo_rl_moe.config.schema import PreferenceLossConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
 from nemo_rl_moe.metrics import Reduction
@@ -74,14 +75,7 @@ class PreferenceLoss:
         config, mask = self.config, inputs.token_mask
         sums = response_sums(inputs.logprobs, mask)
         reference = inputs.columns[REFERENCE_SUMS].values.to(sums)
-        lengths = mask.sum(dim=1).clamp(min=1)
-        # Pairs that only fill up a batch have no response. Multiplication by 0 would not remove a NaN.
-        valid = mask[0::2].any(dim=1) & mask[1::2].any(dim=1)
-        num_pairs = max(inputs.global_sequences // 2, 1)
-
-        def mean(values: Float[Tensor, " pairs"]) -> Float[Tensor, ""]:
-            return values.where(valid, 0.0).sum() / num_pairs
-
+        lengths, mean = mask.sum(dim=1).clamp(min=1), PairMeans.of(inputs)
         ratios = sums - reference
         rewards = config.reference_policy_kl_penalty * (
             ratios / lengths if config.preference_average_log_probs else ratios
@@ -101,10 +95,7 @@ class PreferenceLoss:
             "logprobs_chosen_mean": mean(sums[0::2]),
             "logprobs_rejected_mean": mean(sums[1::2]),
         }
-        metrics = {name: (value.detach(), self.reduction) for name, value in means.items()}
-        metrics["num_valid_pairs"] = (valid.sum(), Reduction.SUM)
-        metrics["num_valid_tokens"] = (mask.sum(), Reduction.SUM)
-        return LossOutputs(loss=loss.to(inputs.logprobs.dtype), metrics=metrics)
+        return LossOutputs(loss=loss.to(inputs.logprobs.dtype), metrics=mean.metrics(means, inputs))
 
 
 def response_sums(

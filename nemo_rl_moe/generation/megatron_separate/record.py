@@ -67,6 +67,7 @@ ENGINE = Engine(
     check_model=check_model,
     number_format=lambda policy: policy.precision,
     captures_routes=lambda config: True,
+    captures_indexers=True,
     returns_kept_tokens=True,
     takes_adapters=True,
 )

@@ -16,6 +16,8 @@ from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
 from nemo_rl_moe.generation.vllm.actors import EngineActor, EngineActors
+from nemo_rl_moe.generation.vllm.adapter_rules import delivered_adapters
+from nemo_rl_moe.generation.vllm.adapters import AdapterSettings
 from nemo_rl_moe.generation.vllm.config import KEY, captures_routes, section_of
 from nemo_rl_moe.generation.vllm.images import ImageSettings, image_runs
 from nemo_rl_moe.generation.vllm.placement import Placement
@@ -23,10 +25,12 @@ from nemo_rl_moe.generation.vllm.record import number_format
 from nemo_rl_moe.generation.vllm.serving import Serving
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.linear_targets import adapted_modules
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from nemo_rl_moe.weight_sync.watch import watched
 
 if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
     from nemo_rl_moe.generation.registry import EngineSetup
 
 PARTS = ("weights", "kv_cache")
@@ -249,6 +253,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             prefix_caching=chosen.prefix_caching,
             captures_routes=captures_routes(config),
             image_settings=image_settings(setup.hf_config),
+            adapters=adapter_settings(config.policy, setup.hf_config),
         ),
         num_engines=chosen.num_engines or placement.num_engines,
         start_timeout_s=chosen.start_timeout_s,
@@ -258,6 +263,12 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
         warn=setup.warn,
         gpu=policy.gpu,
     )
+
+
+def adapter_settings(policy: "GeneratingPolicyConfig", hf_config: Any) -> AdapterSettings | None:
+    """Return the settings of adapters that engines apply, or None if engines get merged weights."""
+    lora = delivered_adapters(policy)
+    return None if lora is None else AdapterSettings(lora, tuple(sorted({*adapted_modules(lora, hf_config).values()})))
 
 
 def image_settings(hf_config: Any) -> ImageSettings | None:

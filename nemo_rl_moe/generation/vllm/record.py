@@ -5,6 +5,8 @@
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.engine import Engine, EngineSize
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.vllm.adapter_rules import adapters_can_be_served, delivered_adapters, target_problem
 from nemo_rl_moe.generation.vllm.config import (
     VllmConfig,
     captures_routes,
@@ -47,7 +49,7 @@ def check_installation(config: "GRPOMasterConfig") -> None:
 
 
 def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
-    """Check that vLLM can build the model."""
+    """Check that vLLM can build the model, and apply adapters to it if it gets any."""
     from nemo_rl_moe.generation.vllm import releases
 
     releases.check_model(
@@ -58,6 +60,9 @@ def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
         dtype=number_format(config.policy),
         prefix_caching=section_of(config).prefix_caching,
     )
+    lora = delivered_adapters(config.policy)
+    if lora is not None and (problem := target_problem(lora, hf_config, config.policy.model_name)) is not None:
+        raise ConfigurationError(problem)
 
 
 ENGINE = Engine(
@@ -65,10 +70,12 @@ ENGINE = Engine(
     title="vLLM",
     make="nemo_rl_moe.generation.vllm.engine:make_vllm_engine",
     config_class=VllmConfig,
-    rules=(engines_have_places, prefix_cache_fits),
+    rules=(engines_have_places, prefix_cache_fits, adapters_can_be_served),
     size=size,
     check_installation=check_installation,
     check_model=check_model,
     number_format=number_format,
     captures_routes=captures_routes,
+    takes_adapters=True,
+    lacks_base=True,
 )

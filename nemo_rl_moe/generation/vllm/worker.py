@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 
 from nemo_rl_moe.distributed.batch import ModelInput
@@ -29,13 +28,14 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     PromptScores,
     SamplingParameters,
-    store_routes,
+    store_captured,
 )
 from nemo_rl_moe.generation.vllm import releases
+from nemo_rl_moe.generation.vllm.adapters import AdapterSettings, selection
 from nemo_rl_moe.generation.vllm.config import PrefixCaching
-from nemo_rl_moe.generation.vllm.images import ImagePrompts, ImageSettings, as_loader_expects, register
-from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
-from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
+from nemo_rl_moe.generation.vllm.images import ImagePrompts, ImageSettings, register
+from nemo_rl_moe.generation.vllm.receiving import fingerprints, receive
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 _LONGEST_REASON = 500
 
@@ -54,6 +54,7 @@ class VllmSettings:
         num_threads: Number of threads of one engine on CPUs.
         captures_routes: Whether to return the routed experts of sequences.
         image_settings: None for a text model.
+        adapters: Adapters that refits replace, while the base stays; None if weights arrive merged.
     """
 
     model_files: Mapping[str, bytes]
@@ -72,6 +73,7 @@ class VllmSettings:
     prefix_caching: PrefixCaching = "none"
     captures_routes: bool = False
     image_settings: ImageSettings | None = None
+    adapters: AdapterSettings | None = None
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
@@ -85,6 +87,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._breaks_off = threading.Event()
         self._engine: Any = None
         self._folder: Path | None = None
+        self._num_refits = 0
 
     def start(self) -> str | None:
         """Import vLLM and build the model with random weights; return the problem in one line, or None."""
@@ -115,6 +118,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         if not settings.on_gpus:
             # After a chunk of a prompt vLLM resets the request's generator, which raises for CPU generators.
             more["enable_chunked_prefill"] = False
+            if settings.adapters is not None:
+                releases.choose_kernels_without_adapters()
         else:
             more |= {
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -127,6 +132,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             }
             if settings.captures_routes:
                 more["worker_extension_cls"] = "nemo_rl_moe.generation.vllm.worker_extension.WorkerExtension"
+        if settings.adapters is not None:
+            more |= settings.adapters.engine_arguments()
         if settings.image_settings is not None:
             more |= register(settings.image_settings)
         else:
@@ -207,8 +214,13 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 prompt = prompts.prompt(request.token_ids, request.model_inputs)
                 # On a GPU each seed needs a separate kernel in every step, and samples are not repeatable anyway.
                 seed = None if self._settings.on_gpus else request.seed
-                self._engine.add_request(str(number), prompt, sampling_of(request.sampling, seed))
+                self._ask(number, prompt, sampling_of(request.sampling, seed))
         return len(taken) > num_before
+
+    def _ask(self, number: int, prompt: Any, sampling: Any) -> None:
+        """Pass a request to the engine, with the adapter of the last refit."""
+        adapter = None if self._settings.adapters is None else selection(self._num_refits)
+        self._engine.add_request(str(number), prompt, sampling, lora_request=adapter)
 
     def _sequences(
         self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
@@ -235,7 +247,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         with_routes = [
             replace(found[number], routed_experts=StoredRows.of(routes[outputs[number].request_id])) for number in begun
         ]
-        for number, sequence in zip(begun, store_routes(with_routes, RowStore(put=self._stored.put)), strict=True):
+        for number, sequence in zip(begun, store_captured(with_routes, RowStore(put=self._stored.put)), strict=True):
             found[number] = sequence
         return found
 
@@ -251,7 +263,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         for number, (tokens, of_sequence) in enumerate(zip(sequences, inputs, strict=True)):
             # An engine always samples one token. With `prompt_logprobs` vLLM does not read the prefix cache.
             sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-            self._engine.add_request(str(number), prompts.prompt(tokens, of_sequence), sampling)
+            self._ask(number, prompts.prompt(tokens, of_sequence), sampling)
         found: dict[int, Any] = {}
         while self._engine.has_unfinished_requests():
             found |= {int(output.request_id): output for output in self._engine.step() if output.finished}
@@ -270,7 +282,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
         """Return the fingerprints of the stored weights by Hugging Face name. Needs an engine of one rank."""
-        (found,) = self._engine.collective_rpc(_fingerprints, args=(number_format,))
+        (found,) = self._engine.collective_rpc(fingerprints, args=(number_format, self._settings.adapters))
         return dict(found)
 
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
@@ -278,8 +290,10 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
 
         `first_receiver` is the number of the engine's first rank among all receivers of the transfer.
         """
+        self._num_refits += 1
+        kinds = self._settings.image_settings, self._settings.adapters
         try:
-            problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.image_settings))
+            problems = self._engine.collective_rpc(receive, args=(spec, first_receiver, self._num_refits, *kinds))
             # The scheduler would reuse image embeddings of the old tower.
             self._engine.reset_encoder_cache()
             if self._settings.prefix_caching == "reset" and not self._engine.reset_prefix_cache():
@@ -306,6 +320,7 @@ def _prepare(worker: Any, captures_routes: bool) -> None:
     from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
     runner = worker.model_runner
+    worker.adapter_names = {}
     worker.prompt_temperature = releases.report_logprobs_at_temperature(runner)
     worker.routes = (getattr(runner, "route_recorder", None) or RouteRecorder(runner)) if captures_routes else None
 
@@ -323,39 +338,6 @@ def _take_routes(worker: Any, num_fed: Mapping[str, int]) -> dict[str, Any]:
 
 def _set_prompt_temperature(worker: Any, temperature: float) -> None:
     worker.prompt_temperature.value = temperature
-
-
-def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settings: ImageSettings | None) -> str | None:
-    runner = worker.model_runner
-
-    def load(tensors: Iterator[NamedTensor]) -> None:
-        packed, held = releases.PackedExperts(runner.get_model()), releases.held_experts(runner.get_model())
-        if not spec.changed_only:
-            packed.forget_all()
-
-        def as_expected() -> Iterator[NamedTensor]:
-            for name, tensor in tensors:
-                if releases.is_held(name, held):
-                    packed.forget(name)
-                    # The reload keeps tensors until a layer is complete, longer than they are valid in the transport.
-                    yield name, as_loader_expects(image_settings, name, tensor).clone()
-                del tensor  # or a view of the last bucket would outlive it, and the sender keep its memory
-
-        runner.reload_weights(weights_iterator=as_expected())
-        releases.pack_tied_anew(runner.get_model())
-
-    try:
-        spec.receive(first_receiver + getattr(worker, "rank", 0), load)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _fingerprints(worker: Any, number_format: str) -> dict[str, str]:
-    from nemo_rl_moe.generation.vllm.stored_weights import stored_tensors
-
-    with torch.inference_mode():
-        return fingerprints_of(stored_tensors(worker.model_runner.get_model()), number_format)
 
 
 def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str, Any]:

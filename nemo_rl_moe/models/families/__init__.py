@@ -11,10 +11,12 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import (
     deepseek,
     dense,
+    dots_solar,
     glm,
     gpt_oss,
     internvl,
     minimax,
+    nemotron,
     qwen3_5_vision,
     qwen_next,
     qwen_vl,
@@ -29,6 +31,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
     "deepseek_v32": sparse_attention.DEEPSEEK_V32,
+    "dots1": dots_solar.DOTS1,
     "glm4_moe": glm.GLM4_MOE,
     "glm4_moe_lite": glm.GLM4_MOE_LITE,
     "glm_moe_dsa": sparse_attention.GLM_MOE_DSA,
@@ -38,6 +41,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "minimax_m2": minimax.MINIMAX_M2,
     "mistral": dense.MISTRAL,
     "mixtral": softmax_moe.MIXTRAL,
+    "nemotron_h": nemotron.NEMOTRON_H,
     "olmoe": softmax_moe.OLMOE,
     "qwen2": dense.QWEN2,
     "qwen2_moe": softmax_moe.QWEN2_MOE,
@@ -46,6 +50,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "qwen3_5_text": qwen_next.QWEN3_5_TEXT,
     "qwen3_moe": softmax_moe.QWEN3_MOE,
     "qwen3_next": qwen_next.QWEN3_NEXT,
+    "solar_open": dots_solar.SOLAR_OPEN,
 }
 
 

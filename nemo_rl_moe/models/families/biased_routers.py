@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers as in DeepSeek-V3, which many families have: sigmoid scores, an expert bias, groups of experts.
 
-These families also have dense layers before the MoE layers, and layers of multi-token prediction. The latter are
-skipped.
+These families also have dense layers before the MoE layers, and layers of multi-token prediction.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import decoder
-from nemo_rl_moe.models.families.rules import Rule, field_names, rule
+from nemo_rl_moe.models.families.rules import MtpTensors, Rule, field_names, rule
 
 WHERE = "policy.model_name: config.json:"
 READ_FIELDS = field_names(
@@ -26,7 +25,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-# Multi-token prediction layers are skipped.
+# Multi-token prediction layers are kept, not computed.
 WITHOUT_EFFECT = field_names("num_mtp_layers num_nextn_predict_layers")
 EXPORTED_FIELDS: Mapping[str, Any] = dict.fromkeys(sorted(WITHOUT_EFFECT), 0)
 ROUTER_FIELDS: Mapping[str, str | None] = {
@@ -78,10 +77,17 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
 
 
 def layer_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the TransformerConfig fields of MoE layers, shared experts, and precision and scaling of router scores."""
+    """Return the TransformerConfig fields of MoE layers, shared experts and router scores."""
     return {
         "moe_layer_freq": moe_layer_pattern(hf_config),
         "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
+        **precision_and_scale_fields(hf_config),
+    }
+
+
+def precision_and_scale_fields(hf_config: Any) -> dict[str, Any]:
+    """Return the TransformerConfig fields of precision and scaling of router scores."""
+    return {
         "moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor),
         # Scores are in float32 for any format of the weights.
         "moe_router_dtype": "fp32",
@@ -111,16 +117,32 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
     return [int(kind == "sparse") for kind in kinds]
 
 
-def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    return unused_layers(hf_config, getattr(hf_config, "num_nextn_predict_layers", None))
-
-
-def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
-    """Return pattern of tensors -> reason why they are unused, for the `number` multi-token prediction layers.
-
-    Their indices come after the indices of the decoder layers.
-    """
+def layers_after_decoder(hf_config: Any, number: int | None) -> list[str]:
+    """Return the patterns of the tensors of `number` layers, which come after the decoder layers."""
     first_extra = hf_config.num_hidden_layers
-    extra_layers = range(first_extra, first_extra + max(number or 0, 0))
-    reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"
-    return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}
+    return [rf"model\.layers\.{index}\..*" for index in range(first_extra, first_extra + max(number or 0, 0))]
+
+
+def num_mtp_layers(hf_config: Any) -> int:
+    return int(getattr(hf_config, "num_nextn_predict_layers", None) or 0)
+
+
+def kept_tensors(hf_config: Any) -> list[str]:
+    """Return the patterns of the tensors of `num_nextn_predict_layers` multi-token prediction layers."""
+    return layers_after_decoder(hf_config, num_mtp_layers(hf_config))
+
+
+MTP_LAYERS = MtpTensors(
+    count=num_mtp_layers,
+    prefix=lambda hf_config, index: f"model.layers.{hf_config.num_hidden_layers + index}.",
+    ends={
+        "enorm.weight": "{prefix}enorm.weight",
+        "hnorm.weight": "{prefix}hnorm.weight",
+        "eh_proj.weight": "{prefix}eh_proj.weight",
+        "final_layernorm.weight": "{prefix}shared_head.norm.weight",
+    },
+    copies={
+        "embedding.word_embeddings.weight": "{prefix}embed_tokens.weight",
+        "output_layer.weight": "{prefix}shared_head.head.weight",
+    },
+)

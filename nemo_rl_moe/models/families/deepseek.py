@@ -176,7 +176,6 @@ DEEPSEEK_V2 = ModelFamily(
     rules=RuleTable(RULES),
     config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V2_FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
     router_fields=DEEPSEEK_V2_ROUTER_FIELDS,
-    unused_tensors=biased_routers.unused_tensors,
 )
 
 
@@ -199,7 +198,8 @@ DEEPSEEK_V3 = ModelFamily(
     rules=RuleTable({**RULES, **biased_routers.EXPERT_BIAS}),
     config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V3_FIXED_FIELDS, DEEPSEEK_V3_WITHOUT_EFFECT, ADVICE),
     router_fields=DEEPSEEK_V3_ROUTER_FIELDS,
-    unused_tensors=biased_routers.unused_tensors,
+    kept_tensors=biased_routers.kept_tensors,
+    mtp_layers=biased_routers.MTP_LAYERS,
     exported_fields=biased_routers.EXPORTED_FIELDS,
 )
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of parameters with gates: attention with an output gate, and gated delta nets."""
+"""Layouts of parameters with sections of rows: attention with an output gate, gated delta nets, Mamba-2."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +41,25 @@ def _projected_rows(hf_config: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class DeltaNetRows:
-    """Layout of a gated delta net's input projection: rows of queries, keys, values, gates, rates and decays.
+class SectionRows:
+    """Concatenated sections of rows, of different sizes.
 
-    The convolution of the delta net has only queries, keys and values.
+    Attributes:
+        sizes: Function of the configuration that returns the number of rows of each section.
     """
+
+    sizes: Callable[[Any], Sequence[int]]
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat(list(parts))
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        rows = _projected_rows(hf_config)[:num_parts]
+        rows = self.sizes(hf_config)[:num_parts]
         return parameter.split([size * len(parameter) // sum(rows) for size in rows])
+
+
+DELTA_NET_ROWS = SectionRows(_projected_rows)
+"""Layout of a gated delta net's input projection. Its convolution has only queries, keys and values."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ GLM4_MOE = ModelFamily(
     rules=RuleTable(GLM4_MOE_RULES),
     config_fields=ConfigFields(GLM4_MOE_READ_FIELDS, GLM4_MOE_FIXED_FIELDS, biased_routers.WITHOUT_EFFECT),
     router_fields=biased_routers.ROUTER_FIELDS,
-    unused_tensors=biased_routers.unused_tensors,
+    kept_tensors=biased_routers.kept_tensors,
+    mtp_layers=biased_routers.MTP_LAYERS,
     exported_fields=biased_routers.EXPORTED_FIELDS,
 )
 
@@ -77,6 +78,7 @@ GLM4_MOE_LITE = ModelFamily(
         deepseek.DEEPSEEK_V3_WITHOUT_EFFECT,
     ),
     router_fields=biased_routers.ROUTER_FIELDS,
-    unused_tensors=biased_routers.unused_tensors,
+    kept_tensors=biased_routers.kept_tensors,
+    mtp_layers=biased_routers.MTP_LAYERS,
     exported_fields=biased_routers.EXPORTED_FIELDS,
 )

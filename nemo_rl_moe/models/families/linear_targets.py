@@ -62,6 +62,8 @@ def chosen_sources(place: str, rule: Rule, targets: Collection[str]) -> list[str
 def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     """Return a line for each target that is not a layer of the model, or cannot have a separate adapter."""
     family = family_of(hf_config)
+    if not family.takes_adapters:
+        return [f"policy.lora: got a section, expected null: adapters of {family.name} are not supported"]
     known = _names_of_model(hf_config)
     names = {name for of_place in known.values() for name in of_place}
     problems = [
@@ -81,6 +83,21 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
             "one tensor"
         )
     return problems
+
+
+def adapted_modules(lora: LoraConfig, hf_config: Any) -> dict[str, str]:
+    """Return target -> last part of its modules' names in files, for layers outside of routed experts."""
+    rules = family_of(hf_config).rules
+    found = {}
+    for place in _names_of_model(hf_config):
+        if place.startswith(ROUTED_EXPERTS):
+            continue
+        rule = rules.find(f"decoder.layers.0.{place}.weight")
+        assert rule is not None  # the model has the place
+        for source, name in zip(rule.sources, chosen_sources(place, rule, lora.targets), strict=True):
+            if name is not None:
+                found[name] = source.name.removesuffix(".weight").rpartition(".")[2]
+    return found
 
 
 def _names_of_model(hf_config: Any) -> dict[str, Sequence[str]]:

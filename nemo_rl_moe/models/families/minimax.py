@@ -26,7 +26,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "use_qk_norm": (True,),
     "use_routing_bias": (True,),
 }
-# Fields of similar models, or of multi-token prediction layers, which are skipped.
+# Fields of similar models, or of multi-token prediction layers, which are kept, not computed.
 WITHOUT_EFFECT = field_names(
     "layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta mlp_intermediate_size "
     "mtp_transformer_layers shared_moe_mode use_mtp"
@@ -61,8 +61,8 @@ def minimax_m2_fields(hf_config: Any) -> dict[str, Any]:
     )
 
 
-def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    return biased_routers.unused_layers(hf_config, getattr(hf_config, "num_mtp_modules", None))
+def kept_tensors(hf_config: Any) -> list[str]:
+    return biased_routers.layers_after_decoder(hf_config, getattr(hf_config, "num_mtp_modules", None))
 
 
 MINIMAX_M2 = ModelFamily(
@@ -78,7 +78,7 @@ MINIMAX_M2 = ModelFamily(
         "moe_router_enable_expert_bias": None,
         "moe_router_bias_update_rate": None,
     },
-    unused_tensors=unused_tensors,
+    kept_tensors=kept_tensors,
     exported_fields={"num_mtp_modules": 0, "use_mtp": False},
     normalizes_all_heads=True,
 )

@@ -21,7 +21,7 @@ def _problems(flat: Any) -> list[str]:
 
 
 _DECODER = replace(
-    qwen_next.QWEN3_5_TEXT, rules=RuleTable(qwen_next.QWEN3_5_RULES), unused_tensors=qwen_next.further_tokens
+    qwen_next.QWEN3_5_TEXT, rules=RuleTable(qwen_next.QWEN3_5_RULES), unused_tensors=lambda hf_config: {}
 )
 QWEN3_5 = VisionFamily(
     name="Qwen3.5",
@@ -48,6 +48,6 @@ QWEN3_5_MOE = replace(
     decoder=replace(
         qwen_next.QWEN3_5_MOE_TEXT,
         rules=RuleTable(qwen_next.QWEN3_5_MOE_RULES),
-        unused_tensors=qwen_next.further_tokens,
+        unused_tensors=lambda hf_config: {},
     ),
 )

@@ -13,10 +13,11 @@ from typing import Any
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import decoder, softmax_moe
-from nemo_rl_moe.models.families.gated_layouts import DeltaNetRows, GatedQueryGroups, KeyHeadRows
+from nemo_rl_moe.models.families.gated_layouts import DELTA_NET_ROWS, GatedQueryGroups, KeyHeadRows
 from nemo_rl_moe.models.families.rules import (
     ConfigFields,
     ModelFamily,
+    MtpTensors,
     Rule,
     RuleTable,
     Source,
@@ -41,22 +42,41 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 # Released files of dense models have `mlp_only_layers` too.
 _OF_QWEN3_5 = {**FIXED_FIELDS, "mlp_only_layers": ([], None)}
-# Multi-token prediction layers are skipped.
+# Multi-token prediction layers are kept, not computed.
 WITHOUT_EFFECT = field_names("mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers")
 _KINDS = ("linear_attention", "full_attention")
 
 
-def further_tokens(hf_config: Any) -> Mapping[str, str]:
-    """Return pattern -> reason, for the tensors of the multi-token prediction layer. The layer is skipped."""
+EXPORTED_FIELDS: Mapping[str, Any] = dict.fromkeys(("mtp_num_hidden_layers", "num_nextn_predict_layers"), 0)
+
+
+def num_mtp_layers(hf_config: Any) -> int:
+    """Return the number of layers. It is 1 without a field, as in Qwen3-Next's released files."""
+    stated = [getattr(hf_config, name, None) for name in EXPORTED_FIELDS]
+    return next((int(number) for number in stated if number is not None), 1)
+
+
+MTP_LAYERS = MtpTensors(
+    count=num_mtp_layers,
+    prefix=lambda hf_config, index: f"mtp.layers.{index}.",
+    ends={
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "final_layernorm.weight": "mtp.norm.weight",
+    },
+)
+
+
+def kept_tensors(hf_config: Any) -> tuple[str, ...]:
+    """Return the pattern of the tensors of multi-token prediction layers."""
     del hf_config
-    return {r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use"}
+    return (r"mtp\..*",)
 
 
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    return {
-        **further_tokens(hf_config),
-        r"model\.visual\..*": "the vision tower, which a text model does not have",
-    }
+    del hf_config
+    return {r"model\.visual\..*": "the vision tower, which a text model does not have"}
 
 
 def _attention_fields(hf_config: Any) -> dict[str, Any]:
@@ -133,7 +153,7 @@ def _delta_net(*projections: str, layout: TensorLayout) -> dict[str, Rule]:
     convolution = f"{_THEIRS}conv1d.weight"
     return {
         f"{_OURS}in_proj.weight": rule(*(f"{_THEIRS}in_proj_{name}.weight" for name in projections), layout=layout),
-        f"{_OURS}conv1d.weight": rule(convolution, convolution, convolution, layout=DeltaNetRows()),
+        f"{_OURS}conv1d.weight": rule(convolution, convolution, convolution, layout=DELTA_NET_ROWS),
         f"{_OURS}A_log": rule(f"{_THEIRS}A_log"),
         f"{_OURS}dt_bias": rule(f"{_THEIRS}dt_bias"),
         f"{_OURS}out_norm.weight": rule(f"{_THEIRS}norm.weight"),
@@ -142,7 +162,7 @@ def _delta_net(*projections: str, layout: TensorLayout) -> dict[str, Rule]:
 
 
 _ATTENTION = {**decoder.ENDS, **decoder.LAYER_NORMS, **GATED_ATTENTION, **decoder.QK_NORMS}
-QWEN3_5_DELTA_NET = _delta_net("qkv", "qkv", "qkv", "z", "b", "a", layout=DeltaNetRows())
+QWEN3_5_DELTA_NET = _delta_net("qkv", "qkv", "qkv", "z", "b", "a", layout=DELTA_NET_ROWS)
 QWEN3_NEXT_RULES = {
     **_ATTENTION,
     **_delta_net("qkvz", "ba", layout=KeyHeadRows()),
@@ -193,6 +213,9 @@ QWEN3_NEXT = ModelFamily(
     ),
     router_fields=decoder.SOFTMAX_ROUTER_FIELDS,
     unused_tensors=unused_tensors,
+    kept_tensors=kept_tensors,
+    mtp_layers=MTP_LAYERS,
+    exported_fields=EXPORTED_FIELDS,
 )
 QWEN3_5_MOE_TEXT = ModelFamily(
     name="Qwen3.5-MoE (text)",
@@ -212,6 +235,9 @@ QWEN3_5_MOE_TEXT = ModelFamily(
     ),
     router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},
     unused_tensors=unused_tensors,
+    kept_tensors=kept_tensors,
+    mtp_layers=MTP_LAYERS,
+    exported_fields=EXPORTED_FIELDS,
 )
 QWEN3_5_TEXT = ModelFamily(
     name="Qwen3.5 (text)",
@@ -221,4 +247,7 @@ QWEN3_5_TEXT = ModelFamily(
     rules=_also_as_part(QWEN3_5_RULES),
     config_fields=ConfigFields(READ_FIELDS, _OF_QWEN3_5, WITHOUT_EFFECT),
     unused_tensors=unused_tensors,
+    kept_tensors=kept_tensors,
+    mtp_layers=MTP_LAYERS,
+    exported_fields=EXPORTED_FIELDS,
 )

@@ -83,9 +83,9 @@ _MUSE_SPARK = RefusedFamily(
     "Muse-Spark", "experts in a latent space with norms of their outputs, and gated residuals", "minimax_m2"
 )
 _NEMOTRON = RefusedFamily(
-    "Nemotron-3",
-    "Mamba-2 layers, for which there is no module without mamba_ssm, and experts without a gate",
-    "glm4_moe",
+    "Nemotron-3 with images or audio",
+    "encoders of images, video or audio before Nemotron-3 Nano's decoder",
+    "nemotron_h",
 )
 _QWEN4 = RefusedFamily(
     "Qwen4-Exp", "hyper-connections, an indexer, and embeddings of hashed n-grams", "qwen3_5_moe_text"
@@ -114,9 +114,6 @@ REFUSED: Mapping[str, RefusedFamily] = {
     "diffusion_gemma": _GEMMA4,
     "diffusion_gemma_text": _GEMMA4,
     "doge": RefusedFamily("Doge", "experts retrieved by product keys, and attention with learnt masks", "qwen3_moe"),
-    "dots1": RefusedFamily(
-        "dots.llm1", "a mapping of its fields; routers are DeepSeek-V3's and attention is Qwen3's", "glm4_moe"
-    ),
     "dots3_note": _DOTS3,
     "dots3_note_text": _DOTS3,
     "ernie4_5_moe": _ERNIE,
@@ -188,7 +185,6 @@ REFUSED: Mapping[str, RefusedFamily] = {
     "muse_spark": _MUSE_SPARK,
     "muse_spark_text": _MUSE_SPARK,
     "nemo_speechlm": _NEMOTRON,
-    "nemotron_h": _NEMOTRON,
     "nemotron_h_omni": _NEMOTRON,
     "nllb-moe": _ENCODER_DECODER,
     "openai_privacy_filter": RefusedFamily(
@@ -203,7 +199,6 @@ REFUSED: Mapping[str, RefusedFamily] = {
     "qwen4_exp_text": _QWEN4,
     "sarvam_mla": RefusedFamily("Sarvam-105B", "a mapping of its fields; all modules are DeepSeek-V3's", "deepseek_v3"),
     "sarvam_moe": RefusedFamily("Sarvam-30B", "a mapping of its fields; all modules are GLM-4-MoE's", "glm4_moe"),
-    "solar_open": RefusedFamily("Solar Open", "a mapping of its fields; all modules are GLM-4-MoE's", "glm4_moe"),
     "step3p5": _HEADS_BY_LAYER,
     "step3p7": _HEADS_BY_LAYER,
     "switch_transformers": _ENCODER_DECODER,

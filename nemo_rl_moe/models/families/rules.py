@@ -243,17 +243,61 @@ def _filled_in(found: Rule, numbers: Mapping[str, str]) -> Rule:
 
 
 @dataclass(frozen=True)
-class SequenceLimit:
-    """Longest sequence that a family can compute, apart from the limit of its positions.
+class MtpTensors:
+    """Layers of multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2) in a family's files.
 
     Attributes:
-        name: Name of the limit, as a plural noun.
-        why: Reason, if the name does not explain it.
+        count: Function of the Hugging Face configuration that returns the number of layers.
+        prefix: Function of the configuration and a layer's index among these layers. It returns the prefix of the
+            layer's tensors.
+        ends: Name of a parameter within the layer, outside of its decoder layer -> name in files, in which `{prefix}`
+            is replaced by the layer's prefix.
+        copies: Canonical name of a parameter of the model -> name of its copy in files, as in `ends`.
     """
 
-    tokens: int
-    name: str
-    why: str = ""
+    count: Callable[[Any], int]
+    prefix: Callable[[Any, int], str]
+    ends: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, name: str, rules: RuleTable, hf_config: Any) -> Rule | None:
+        """Return the rule of a parameter such as `mtp.layers.0.eh_proj.weight`, or None if there is no rule.
+
+        Args:
+            rules: The rules of the family's decoder layers.
+        """
+        match = _FURTHER.fullmatch(name)
+        if match is None:
+            return None
+        prefix = self.prefix(hf_config, int(match["index"]))
+        if (end := self.ends.get(match["rest"])) is not None:
+            return rule(end.format(prefix=prefix))
+        layer = hf_config.num_hidden_layers
+        of_decoder = rules.find(f"decoder.layers.{layer}.{match['rest'].removeprefix('transformer_layer.')}")
+        if of_decoder is None or not match["rest"].startswith("transformer_layer."):
+            return None
+        in_files = re.compile(rf"model\.(language_model\.)?layers\.{layer}\.")
+
+        def renamed(sources: Sequence[Source]) -> tuple[Source, ...]:
+            return tuple(replace(source, name=in_files.sub(prefix, source.name, count=1)) for source in sources)
+
+        alternatives = tuple(map(renamed, of_decoder.alternatives))
+        return replace(of_decoder, sources=renamed(of_decoder.sources), alternatives=alternatives)
+
+    def copies_in(self, hf_config: Any) -> dict[str, list[str]]:
+        """Return canonical name of a parameter -> names of its copies in files, one for each layer."""
+        prefixes = [self.prefix(hf_config, index) for index in range(self.count(hf_config))]
+        found: dict[str, list[str]] = {}
+        for name, copy in self.copies.items():
+            # A tied output layer is the embedding.
+            held = next(iter(self.copies)) if hf_config.tie_word_embeddings else name
+            found.setdefault(held, []).extend(copy.format(prefix=prefix) for prefix in prefixes)
+        return found
+
+
+MTP_PREFIX = "mtp."
+"""Prefix of the canonical names of parameters of multi-token prediction."""
+_FURTHER = re.compile(r"mtp\.layers\.(?P<index>\d+)\.(?P<rest>.+)")
 
 
 @dataclass(frozen=True)
@@ -266,13 +310,21 @@ class ModelFamily:
         router_fields: Router field of TransformerConfig that the model determines -> field of `config.json`, or None if
             the architecture fixes it.
         unused_tensors: Regular expression (full match) of tensors that the model may ignore -> reason.
-        exported_fields: Fields of an exported `config.json` that declare that the skipped tensors are absent.
+        kept_tensors: Regular expressions (full match) of tensors that are not loaded, and that exported folders contain
+            unchanged: layers of multi-token prediction.
+        mtp_layers: The tensors of `kept_tensors` as parameters that can be trained, or None if they can only be
+            kept.
+        exported_fields: Fields of an exported `config.json`, or of its `text_config`, for a folder without the kept
+            tensors.
         normalizes_all_heads: Whether norms of queries and keys run over all heads together.
+        rotates: Whether attention rotates queries and keys by their positions.
         rotary_percent: Share of each head's entries that is rotated, beginning with the first entry.
-        indexed_layers: Indices of the layers with an indexer, whose weights are kept but not used.
-        sequence_limit: Limit of sequences by a `config.json`, apart from positions, or None if there is no such limit.
+        indexed_layers: Indices of the layers with an indexer, which chooses the `index_topk` tokens that a token sees.
+            Each other layer of such a model uses the choice of the last indexer before it.
+        indexer_rotates_pairs: Whether rotary embedding in the indexer applies to pairs of neighbouring entries.
         transformers_type: `model_type` of transformers' class for these files, if transformers does not know the files'
             own type.
+        takes_adapters: Whether its linear layers can have adapters.
         vision: Vision tower and projector, or None for a text model.
     """
 
@@ -283,10 +335,14 @@ class ModelFamily:
     config_fields: ConfigFields
     router_fields: Mapping[str, str | None] = field(default_factory=dict)
     unused_tensors: Callable[[Any], Mapping[str, str]] = lambda hf_config: {}
+    kept_tensors: Callable[[Any], Sequence[str]] = lambda hf_config: ()
+    mtp_layers: MtpTensors | None = None
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False
+    rotates: bool = True
     rotary_percent: Callable[[Any], float] = lambda hf_config: 1.0
     indexed_layers: Callable[[Any], Sequence[int]] = lambda hf_config: ()
-    sequence_limit: Callable[[Mapping[str, Any]], SequenceLimit | None] = lambda config_json: None
+    indexer_rotates_pairs: bool = False
     transformers_type: str | None = None
+    takes_adapters: bool = True
     vision: "VisionFamily | None" = None

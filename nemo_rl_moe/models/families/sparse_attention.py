@@ -3,10 +3,9 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3's attention, restricted to tokens that an indexer chooses.
 
 The indexer chooses the best `index_topk` tokens for each query. In sequences up to that length it chooses all tokens,
-so the choice need not be computed. Longer sequences are refused. The indexer's weights are not trained, only copied.
+so the choice is only computed for longer sequences. The indexer's weights are not trained, only copied.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import biased_routers, decoder, deepseek
 from nemo_rl_moe.models.families.decoder import rotary_base
-from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, RuleTable, SequenceLimit, field_names, rule
+from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, RuleTable, field_names, rule
 
 READ_FIELDS = (
     deepseek.ATTENTION_READ_FIELDS
@@ -23,13 +22,11 @@ READ_FIELDS = (
     | field_names("index_head_dim index_n_heads index_topk layer_types")
 )
 FIXED_FIELDS = {**deepseek.DEEPSEEK_V3_FIXED_FIELDS, "mlp_bias": (False,)}
-# Settings of the indexer's rotation, and of multi-token prediction layers.
-WITHOUT_EFFECT = deepseek.DEEPSEEK_V3_WITHOUT_EFFECT | field_names(
-    "index_share_for_mtp_iteration indexer_rope_interleave moe_router_dtype"
-)
+# Settings of multi-token prediction layers, and of number formats.
+WITHOUT_EFFECT = deepseek.DEEPSEEK_V3_WITHOUT_EFFECT | field_names("index_share_for_mtp_iteration moe_router_dtype")
+_ROTATES_PAIRS = "indexer_rope_interleave"
 # These fields determine the layers with an indexer. transformers derives `indexer_types` from the other fields.
 _SHARING_FIELDS = field_names("index_skip_topk_offset index_topk_freq index_topk_pattern indexer_types")
-_DEFAULT_TOPK = 2048
 _KINDS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """Names of the only supported kind of layer, in transformers 5.19 and in earlier releases."""
 _INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
@@ -37,11 +34,6 @@ INDEXER = {
     f"{decoder.LAYER}self_attention.indexer.{name}": rule(f"{decoder.HF_LAYER}self_attn.indexer.{name}")
     for name in _INDEXER
 }
-
-
-def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit:
-    why = "in longer sequences an indexer chooses the tokens that attention sees, which is not computed here"
-    return SequenceLimit(config_json.get("index_topk", _DEFAULT_TOPK), "tokens of index_topk", why)
 
 
 def indexed_layers(hf_config: Any) -> list[int]:
@@ -75,16 +67,21 @@ DEEPSEEK_V32 = ModelFamily(
     transformer_fields=partial(_decoder_fields, family="DeepSeek-V3.2"),
     rotary_base=rotary_base,
     rules=RULES,
-    config_fields=ConfigFields(READ_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, deepseek.ADVICE),
+    # transformers ignores the field: its rotation follows from the model type.
+    config_fields=ConfigFields(
+        READ_FIELDS, {**FIXED_FIELDS, _ROTATES_PAIRS: (False, None)}, WITHOUT_EFFECT, deepseek.ADVICE
+    ),
     router_fields=biased_routers.ROUTER_FIELDS,
-    unused_tensors=biased_routers.unused_tensors,
+    kept_tensors=biased_routers.kept_tensors,
     exported_fields=biased_routers.EXPORTED_FIELDS,
     indexed_layers=indexed_layers,
-    sequence_limit=sequence_limit,
 )
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="GLM-5",
     transformer_fields=partial(_decoder_fields, family="GLM-5"),
-    config_fields=ConfigFields(READ_FIELDS | _SHARING_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, deepseek.ADVICE),
+    config_fields=ConfigFields(
+        READ_FIELDS | _SHARING_FIELDS, {**FIXED_FIELDS, _ROTATES_PAIRS: (True, None)}, WITHOUT_EFFECT, deepseek.ADVICE
+    ),
+    indexer_rotates_pairs=True,
 )

@@ -84,12 +84,18 @@ class VisionFamily:
         def unused_tensors(hf_config: Any) -> Mapping[str, str]:
             return {self.decoder_name(name): why for name, why in decoder.unused_tensors(hf_config).items()}
 
+        def kept_tensors(hf_config: Any) -> list[str]:
+            return [self.decoder_name(name) for name in decoder.kept_tensors(hf_config)]
+
         return replace(
             decoder,
             name=self.name if self.decoder is not None else f"{self.name} with {decoder.name}",
             transformer_fields=transformer_fields,
             rules=decoder.rules.within(self.decoder_name, self.prefixes),
             unused_tensors=unused_tensors,
+            kept_tensors=kept_tensors,
+            # The embeddings of images would have to be shifted too.
+            mtp_layers=None,
             vision=self,
         )
 

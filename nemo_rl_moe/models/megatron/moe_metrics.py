@@ -19,12 +19,7 @@ from torch import Tensor
 from nemo_rl_moe.models.megatron.layers.router_losses import recorded_share
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
-from nemo_rl_moe.models.megatron.model.transformer_config import (
-    AUXILIARY_LOSSES,
-    Z_LOSS,
-    auxiliary_loss_names,
-    moe_layer_indices,
-)
+from nemo_rl_moe.models.megatron.model.transformer_config import AUXILIARY_LOSSES, Z_LOSS, auxiliary_loss_names
 from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank, rank_capacity_factor
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder, reduce_over_ranks, sum_over_ranks
 from nemo_rl_moe.routing.metrics.load_balance_metrics import load_balance_metrics
@@ -37,6 +32,7 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
     predictions,
     what_if_metrics,
 )
+from nemo_rl_moe.routing.routers import moe_layer_indices
 
 MAX_TRACKED_LAYERS = 1024
 """Maximum number of decoder layers in a reduction without a configuration."""

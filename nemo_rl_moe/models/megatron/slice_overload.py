@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices, moe_positions_of_chunks
+from nemo_rl_moe.models.megatron.model.stages import moe_positions_of_chunks
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.routing.metrics.overload_factor import (
     OverloadSums,
@@ -30,6 +30,7 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
     overload_sums,
     rank_loads,
 )
+from nemo_rl_moe.routing.routers import moe_layer_indices
 
 
 def overload_of_rank(

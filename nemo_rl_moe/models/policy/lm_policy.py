@@ -37,10 +37,13 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, image_patches
 from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, TrainResult
+from nemo_rl_moe.models.kept_tensors import KEPT_FOLDER, write_kept
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
 from nemo_rl_moe.models.rank_results import RankTrainResult
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
 from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport, folder_of_one_machine
@@ -53,7 +56,8 @@ class TrainableModel(ModelWorkers):
     Args:
         model_files: Name -> content of each file to save with the weights. Weights can only be loaded with a
             `config.json`.
-        heads: The model's heads: log-probabilities, values, or both.
+        kept: Tensors of the model's folder that the workers do not load. Checkpoints contain them.
+        heads: The model's heads: log-probabilities, values or both, or scores.
 
     Attributes:
         weight_version: Number of optimizer steps that have changed the weights since the start of training.
@@ -67,6 +71,7 @@ class TrainableModel(ModelWorkers):
         *,
         source: ModelSource,
         model_files: Mapping[str, bytes],
+        kept: SafetensorsFolder | None = None,
         seed: int,
         num_steps: int | None,
         keep_reference: bool = False,
@@ -82,7 +87,7 @@ class TrainableModel(ModelWorkers):
             keep_reference=keep_reference,
             heads=heads,
         )
-        self.model_files = model_files
+        self.model_files, self._kept = model_files, kept
         self.weight_version = 0
         self._trains, self._is_offloaded = num_steps is not None, False
 
@@ -179,6 +184,18 @@ class TrainableModel(ModelWorkers):
         except CheckpointError as error:
             raise CheckpointSaveError(error.problems) from None
 
+    def write_files(self, folder: Path) -> None:
+        """Write the files of a checkpoint next to its state, so that it is a model's folder.
+
+        A checkpoint of adapters lacks the kept tensors, as it lacks the other tensors of their base.
+
+        Raises:
+            OSError: A file cannot be read or written.
+        """
+        write_model_files(self.model_files, folder)
+        if self._kept is not None and self._policy.lora is None:
+            write_kept(self._kept, folder / KEPT_FOLDER)
+
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Take a snapshot of the training state and begin to write it. Training may continue at once."""
         self._workers.call_all(MegatronTrainer.start_checkpoint, directory.absolute(), with_optimizer)
@@ -229,7 +246,9 @@ class MegatronPolicy(TrainableModel):
         num_steps: int | None,
         source: ModelSource,
         model_files: Mapping[str, bytes],
+        kept: SafetensorsFolder | None = None,
         keep_reference: bool = False,
+        heads: Collection[Head] = (Head.LOGPROBS,),
     ):
         super().__init__(
             POLICY_ROLE,
@@ -237,9 +256,11 @@ class MegatronPolicy(TrainableModel):
             cluster,
             source=source,
             model_files=model_files,
+            kept=kept,
             seed=seed,
             num_steps=num_steps,
             keep_reference=keep_reference,
+            heads=heads,
         )
         self._checkpoint_dir = config.checkpointing.checkpoint_dir
         generates = generating(config.policy)

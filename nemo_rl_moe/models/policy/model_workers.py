@@ -32,6 +32,14 @@ from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, load_hf_config, plain_config
 from nemo_rl_moe.models.images import image_patches
 from nemo_rl_moe.models.interfaces import Head, LossFunction, RouteComparison, missing_heads
+from nemo_rl_moe.models.megatron.training.measurements import (
+    Measurement,
+    candidate_logprobs,
+    prefix_values,
+    sequence_scores,
+    token_score_norms,
+    top_candidates,
+)
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.start_rank import start_rank
@@ -151,37 +159,35 @@ class ModelWorkers:
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, 1 if alone else None)
         measure = MegatronTrainer.reference_logprobs if reference else MegatronModel.logprobs
-        by_rank = self._workers.start_each(measure, self._to_ranks(shares))
-        return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
+        started = self._workers.start_each(measure, self._to_ranks(shares))
+        return lambda: in_rows(plan, self._reported(started()), batch, filled)
 
     def score_norms(self, batch: TokenBatch) -> Tensor:
         """Return the squared norm of the gradient of each token's log-probability by the logits, `[batch, sequence]`.
 
         It is 0 for the first token and on padding.
         """
-        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        by_rank = self._workers.start_each(MegatronModel.score_norms, self._to_ranks(shares))()
-        return in_rows(plan, self._reported(by_rank), batch, filled)
+        return self._start(token_score_norms, batch)()
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return the value of the state in which each token is chosen, `[batch, sequence]`.
 
         The value is 0 for the first token and on padding.
         """
-        return self._of_value_head(MegatronModel.values, batch)
+        self._require_head(Head.VALUE)
+        return self._start(prefix_values, batch)()
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """Return the value after the last token of each sequence, `[batch]`."""
-        return self._of_value_head(MegatronModel.scores, batch)[:, 0]
+        """Return the score of each sequence, `[batch]`: the value head's output at its last token."""
+        self._require_head(Head.SCORE)
+        return self._start(sequence_scores, batch)()[:, 0]
 
-    def _of_value_head(
-        self, measure: Callable[[MegatronModel, Sequence[TokenBatch]], list[Tensor]], batch: TokenBatch
-    ) -> Tensor:
-        if Head.VALUE not in self._heads:
-            raise ValueError(f"the model of role {self._role} has no value head")
-        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        by_rank = self._workers.start_each(measure, self._to_ranks(shares))()
-        return in_rows(plan, self._reported(by_rank), batch, filled)
+    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        """Begin to compute the log-probabilities of each token's candidates (column `candidate_ids`).
+
+        The returned function waits for the log-probabilities and returns them, `[batch, sequence, k]`.
+        """
+        return self._start(candidate_logprobs, batch)
 
     def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
         """Begin to find the `k` likeliest tokens at each position. Return a function that waits for them.
@@ -189,7 +195,8 @@ class ModelWorkers:
         Only tokens with an id below `vocabulary_size` count.
         """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        started = self._workers.start_each(MegatronModel.top_candidates, self._to_ranks(shares, k, vocabulary_size))
+        measurement = partial(top_candidates, k=k, vocabulary_size=vocabulary_size)
+        started = self._workers.start_each(MegatronModel.measure, self._to_ranks(shares, measurement))
 
         def wait() -> Candidates:
             by_rank = self._reported(started())
@@ -198,13 +205,11 @@ class ModelWorkers:
 
         return wait
 
-    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Begin to compute the log-probabilities of each token's candidates (column `candidate_ids`).
-
-        The returned function waits for the log-probabilities and returns them, `[batch, sequence, k]`.
-        """
+    def _start(self, measurement: Measurement[Tensor], batch: TokenBatch) -> Callable[[], Tensor]:
+        """Start a measurement after the workers' pending calls. Return a function that waits for `[batch, sequence,
+        ...]`."""
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
-        started = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))
+        started = self._workers.start_each(MegatronModel.measure, self._to_ranks(shares, measurement))
         return lambda: in_rows(plan, self._reported(started()), batch, filled)
 
     def compare_routes(
@@ -220,6 +225,10 @@ class ModelWorkers:
         by_rank = self._reported(self._workers.start_each(compare, self._to_ranks(shares))())
         logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return RouteComparison(logprobs, by_rank[0][1])
+
+    def _require_head(self, head: Head) -> None:
+        if head not in self._heads:
+            raise ValueError(f"the model of role {self._role} was not started with the head {head.name}")
 
     def _require_heads(self, loss_function: LossFunction) -> None:
         if missing := missing_heads(loss_function, self._heads):

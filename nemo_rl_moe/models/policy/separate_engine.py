@@ -31,6 +31,7 @@ from nemo_rl_moe.generation.megatron_separate.batches import RequestBatches
 from nemo_rl_moe.generation.megatron_separate.record import MegatronSeparateConfig
 from nemo_rl_moe.models.hf_files import plain_config
 from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron.training.measurements import top_candidates
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.policy.start_rank import start_rank
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
@@ -114,7 +115,8 @@ class SeparateEngine(GenerationEngine):
         parts = [order[start : start + _SCORED_AT_A_TIME] for start in range(0, len(order), _SCORED_AT_A_TIME)]
         batches = [_batch_of([batch.prompts[index] for index in part], ()) for part in parts]
         logprobs = self._on_one(copy, MegatronModel.logprobs, batches)
-        tops = self._on_one(copy, MegatronModel.top_candidates, batches, 1, self._vocabulary_size)
+        likeliest = partial(top_candidates, k=1, vocabulary_size=self._vocabulary_size)
+        tops = self._on_one(copy, MegatronModel.measure, batches, likeliest)
         scores: dict[int, PromptScores] = {}
         for part, own, (ids, highest) in zip(parts, logprobs, tops, strict=True):
             for row, index in enumerate(part):

@@ -17,9 +17,15 @@ from nemo_rl_moe.models.hf_files import ModelSource, load_config_json, weights_f
 from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
 from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
-from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
+from nemo_rl_moe.models.megatron.model.transformer_engine import require_transformer_engine
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+
+
+def _without_mtp(policy: PolicyConfig) -> PolicyConfig:
+    """Return the settings without layers of multi-token prediction, which only training uses."""
+    megatron = policy.megatron_cfg.model_copy(update={"mtp_num_layers": None})
+    return policy.model_copy(update={"megatron_cfg": megatron})
 
 
 def start_rank(  # pragma: no cover  (runs in another process)
@@ -62,6 +68,7 @@ def start_rank(  # pragma: no cover  (runs in another process)
         require_transformer_engine()
         agree_on_model(config_json, folder, with_weights=weights is not None)
         if num_steps is None:
+            policy = _without_mtp(policy)
             return MegatronModel(policy, hf_config, weights, tokenizer=tokenizer, heads=heads, store=RAY_STORE)
         trainer = MegatronTrainer(
             policy,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from nemo_rl_moe.generation.interface import (
+    CAPTURED,
     GeneratedSequence,
     GenerationEngine,
     GenerationRequest,
@@ -33,9 +34,9 @@ class EngineGate:
         """Return the continuation of a sequence. If the weights change meanwhile, the new ones sample the rest."""
         found = await self._ask(request)
         while found.is_partial:
-            if found.routed_experts is not None:  # no pass has seen the last token yet
-                fed = len(request.token_ids) + len(found.token_ids) - 1
-                found = replace(found, routed_experts=found.routed_experts.before(fed))
+            fed = len(request.token_ids) + len(found.token_ids) - 1  # no pass has seen the last token yet
+            captured = {name: rows for name in CAPTURED if (rows := getattr(found, name)) is not None}
+            found = replace(found, **{name: rows.before(fed) for name, rows in captured.items()})
             found = found.followed_by(await self._ask(rest_of(request, found)))
         return found
 

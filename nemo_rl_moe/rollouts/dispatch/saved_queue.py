@@ -3,7 +3,7 @@
 """The queue of asynchronous rollouts in a checkpoint: prompts in `queue.json`, tokens in `queue.safetensors`.
 
 Finished groups are restored, and running ones are generated again. Finished groups are generated again, too, if they
-have images or sampling masks, or if their routed experts were lost with an engine.
+have images, sampling masks or positions of indexers, or if their routed experts were lost with an engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -204,12 +204,14 @@ def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> 
 def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np.ndarray, "rows ..."] | None] | None:
     """Return each sequence's routed experts as an array, or None for a sequence without them.
 
-    Return None instead of the list if the group cannot be written: routes are lost, or it has images or kept tokens.
+    Return None instead of the list if the group cannot be written: routes are lost, or it has images, kept tokens or
+    positions of indexers.
     """
     found: list[Shaped[np.ndarray, "rows ..."] | None] = []
     for sequence in sequences_of(group):
         stored = sequence.routed_experts
-        if sequence.model_inputs or sequence.kept_tokens is not None:
+        others = (sequence.kept_tokens, sequence.indexer_positions)
+        if sequence.model_inputs or any(each is not None for each in others):
             return None
         if stored is None:
             found.append(None)

@@ -9,7 +9,7 @@ one collective adds them up.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf, nan
 
@@ -208,6 +208,12 @@ class RoutingReport:
     totals: AgreementTotals
     metrics: dict[str, float]
     anomalies: tuple[RoutingAnomaly, ...]
+
+    def with_more(self, metrics: Mapping[str, float], anomalies: Sequence[RoutingAnomaly]) -> "RoutingReport":
+        """Return the report with further metrics and anomalies."""
+        together = (*self.anomalies, *anomalies)
+        counted = {"routing/anomalies": float(len(together))}
+        return replace(self, metrics={**self.metrics, **metrics, **counted}, anomalies=together)
 
 
 def slot_chance(totals: AgreementTotals) -> Float[Tensor, " layers"]:

@@ -101,6 +101,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """
     from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
     from nemo_rl_moe.routing.audit.comparison import compared, comparison_json, comparison_lines, distance_lines
+    from nemo_rl_moe.routing.audit.dump_files import AUTO, FORMATS, TRACE
     from nemo_rl_moe.routing.audit.page import write_audit_page
     from nemo_rl_moe.routing.audit.r3_trace import (
         lines_of_trace,
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         trace_files,
         trace_json,
     )
-    from nemo_rl_moe.routing.audit.sources import AUTO, FORMATS, TRACE, open_source
+    from nemo_rl_moe.routing.audit.sources import open_source
     from nemo_rl_moe.routing.audit.summary import as_json, lines_of, problems_of
     from nemo_rl_moe.runs.folder.capture_folder import described_by
     from nemo_rl_moe.runs.report.command import check_output

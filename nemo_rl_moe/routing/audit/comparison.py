@@ -16,7 +16,8 @@ import numpy as np
 from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import ROLLOUT, TRAINING, AuditedRun
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
-from nemo_rl_moe.routing.audit.sources import Source, token_key
+from nemo_rl_moe.routing.audit.partners import token_key
+from nemo_rl_moe.routing.audit.sources import Source
 from nemo_rl_moe.routing.audit.summary import number_text, table_lines
 from nemo_rl_moe.routing.metrics.load_arrays import load_distance
 from nemo_rl_moe.runs.folder.captured_sequences import (

@@ -1,40 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Positions that the indexer of sparse attention (DeepSeek-V3.2) chose, captured for replay like routes.
-
-A token attends to `k` positions up to its own. In a packed batch, an engine or trainer may count positions from the
-start of the batch instead of the sequence. Then all positions are too high by the start of the sequence.
-"""
-
-from enum import IntEnum
+"""Positions that the indexers of sparse attention (DeepSeek-V3.2) chose, in the captures of any framework."""
 
 import numpy as np
 
+from nemo_rl_moe.routing.agreement.indexer_rows import Indexed, indexer_anomalies, overlap_of
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedRows
 from nemo_rl_moe.shapes import Int
-
-_LEAST_OVERLAP = 0.8
-"""Least share of positions that rollout and training have in common. Correct positions differ only in ties."""
-
-
-class Indexed(IntEnum):
-    """Kinds of counts. A row has the positions that the indexer of one layer chose for one token."""
-
-    ROWS = 0
-    AHEAD = 1
-    """The row names a position after its token."""
-    SHIFTED = 2
-    """The row names a position after its token, and none if the sequence's lowest position (above 0) is subtracted."""
-    REPEATED = 3
-    NEGATIVE = 4
-    """The row names a negative position other than -1."""
-    MISSING = 5
-    SHORT = 6
-    """The row names fewer positions than the token can attend to, although the row has slots for more."""
-    COMPARED = 7
-    """Number of positions in rows that rollout and training have. `COMMON` is the number that both chose."""
-    COMMON = 8
 
 
 class IndexerCounts:
@@ -86,33 +59,12 @@ class IndexerCounts:
         """Return the number of rows, the share of missing rows, and the share of positions common to rollout and
         training. Empty without rows.
         """
-        rows, compared = self.counts[Indexed.ROWS], self.counts[Indexed.COMPARED]
+        rows, overlap = self.counts[Indexed.ROWS], overlap_of(self.counts)
         if not rows:
             return {}
         found = {"rows": float(rows), "rows_missing_share": float(self.counts[Indexed.MISSING] / rows)}
-        return found | ({"overlap": float(self.counts[Indexed.COMMON] / compared)} if compared else {})
+        return found if overlap is None else found | {"overlap": overlap}
 
     def anomalies(self) -> list[RoutingAnomaly]:
         """Report wrong positions of the indexers."""
-        counts = self.counts
-        rows = int(counts[Indexed.ROWS])
-        found = []
-        if ahead := int(counts[Indexed.AHEAD]):
-            shifted = int(counts[Indexed.SHIFTED])
-            more = (
-                f"; {shifted:,} are right if their sequence's start is subtracted: they count from the batch's start"
-                if shifted > ahead // 2
-                else ""
-            )
-            found.append(f"{ahead:,} of {rows:,} rows of the indexer name positions after their token{more}")
-        for kind, what in (
-            (Indexed.REPEATED, "name a position twice"),
-            (Indexed.NEGATIVE, "name positions below 0"),
-            (Indexed.SHORT, "name fewer positions than their token can attend to"),
-        ):
-            if counts[kind]:
-                found.append(f"{int(counts[kind]):,} of {rows:,} rows of the indexer {what}")
-        overlap = self.metrics().get("overlap")
-        if overlap is not None and overlap < _LEAST_OVERLAP:
-            found.append(f"the indexers of rollout and training have {overlap:.3f} of the positions in common")
-        return [RoutingAnomaly("indexer", text) for text in found]
+        return indexer_anomalies(self.counts)

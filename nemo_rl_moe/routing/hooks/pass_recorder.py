@@ -78,7 +78,7 @@ class RouteRecorder(ForwardWatcher):
         super().enter_model(arguments)
         if self.is_recomputed():
             return
-        cache = arguments.get("past_key_values")
+        cache = _cache_in(arguments)
         self._arguments, self._seen, self._kind, self._padding = arguments, {}, None, None
         self._num_cached = 0 if cache is None else int(cache.get_seq_length())
 
@@ -87,7 +87,7 @@ class RouteRecorder(ForwardWatcher):
         if self.is_recomputed() or self._gradients_at_entry is None:
             return
         if self._kind is None:
-            has_cache = self._arguments.get("past_key_values") is not None
+            has_cache = _cache_in(self._arguments) is not None
             self._kind = PassKind(self.is_training_forward(router), has_cache)
         if not self._wants(self._kind):
             return
@@ -134,6 +134,12 @@ class RouteRecorder(ForwardWatcher):
             shape,
             None if shape is None or token_ids is None else token_ids.reshape(-1).cpu(),
         )
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the key-value cache among the arguments of a model of transformers, or None."""
+    # The argument is called `cache` since 5.24.
+    return next((arguments[name] for name in ("past_key_values", "cache") if arguments.get(name) is not None), None)
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:

@@ -1,15 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's allocator has handed out at the fullest moment of a phase, and which lines of Python asked for it."""
+"""What torch's allocator has handed out at a moment of a phase, and which lines of Python asked for it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-Event = Mapping[str, Any]
+Event = dict[str, Any]
+_HEAD = "/chunked_head.py"
 _PASSING = ("/site-packages/torch/", "/tests/fake_card/host_kernels.py", "/contextlib.py")
 """Parts of files through which each allocation passes."""
 _MOST_EVENTS = 2_000_000
@@ -40,7 +41,7 @@ class Phase:
 
     Attributes:
         held: Allocated at the end.
-        blocks: Allocations at the fullest moment.
+        blocks: Allocations when the output layer has the most, or at the fullest moment of a phase without it.
     """
 
     peak: int = 0
@@ -65,13 +66,15 @@ class History:
         found = Phase()
         yield found
         events = self._take()
-        found.blocks = tuple(map(Block.of, at_peak(self._held, events)))
+        fullest = at_peak(self._held, events)
+        compared = at_peak(self._held, events, _size_in_head) if any(map(_size_in_head, events)) else fullest
         for event in events:
             _apply(self._held, event)
+        self._round_up()
+        found.blocks = tuple(map(Block.of, compared))
         found.peak, found.held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         found.reserved = torch.cuda.max_memory_reserved()
-        # The allocator rounds sizes up.
-        unexplained = found.peak - sum(block.size for block in found.blocks)
+        unexplained = found.peak - sum(event["size"] for event in fullest)
         assert 0 <= unexplained < found.peak / 500, unexplained
 
     def _take(self) -> list[Event]:
@@ -80,26 +83,43 @@ class History:
         self._record()
         return list(events)
 
+    def _round_up(self) -> None:
+        """Give allocations that are still held the size that the allocator counts, which it may have rounded up."""
+        blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+        for block in blocks:
+            if block["address"] in self._held:
+                self._held[block["address"]]["size"] = block["size"]
+
     def _record(self) -> None:
         torch.cuda.memory._record_memory_history(
             "all", context="alloc", stacks="python", max_entries=_MOST_EVENTS, clear_history=True
         )
 
 
-def at_peak(held: Mapping[int, Event], events: Iterable[Event]) -> list[Event]:
+def _size(event: Event) -> int:
+    return int(event["size"])
+
+
+def _size_in_head(event: Event) -> int:
+    is_of_head = event["action"] == "alloc" and any(_HEAD in each["filename"] for each in event.get("frames", ()))
+    return _size(event) if is_of_head else 0
+
+
+def at_peak(held: Mapping[int, Event], events: Iterable[Event], counted: Callable[[Event], int] = _size) -> list[Event]:
     """Return the allocations at the fullest moment, the first of several.
 
     Args:
         held: Allocations before the events, by address.
+        counted: Bytes of an allocation that count.
     """
     events = list(events)
-    now = most = sum(event["size"] for event in held.values())
+    sizes = {address: counted(event) for address, event in held.items()}
+    now = most = sum(sizes.values())
     last = 0
-    sizes = {address: event["size"] for address, event in held.items()}
     for number, event in enumerate(events, 1):
         if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"]
-            now += event["size"]
+            sizes[event["addr"]] = counted(event)
+            now += sizes[event["addr"]]
         elif event["action"] == "free_requested":
             now -= sizes.pop(event["addr"])
         if now > most:

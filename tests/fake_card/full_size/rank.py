@@ -1,9 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0 of a recipe at full size, without the other ranks: python -m tests.fake_card.full_size.rank RECIPE RESULTS.
+"""Rank 0 of a recipe at full size, without the other ranks.
 
-The card's memory is counted and not touched. Of each phase of a run, the results have the bytes that torch's allocator
-had handed out at the fullest moment, by terms of `plan`, and what `plan` says of the term.
+    python -m tests.fake_card.full_size.rank RECIPE MODEL RESULTS
+
+The card's memory is counted and not touched. Of each phase of a run, the results have the peak by torch's allocator and
+by `plan`, and the terms at the fullest moment. Of a training step it is the output layer's fullest moment, because a
+recomputed layer may have the peak.
 """
 
 import argparse
@@ -30,11 +33,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig, generating
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.checkpoint import save
-from nemo_rl_moe.models.megatron.model.activation_estimate import layer_activations
+from nemo_rl_moe.models.megatron.model.activation_estimate import head_activations, layer_activations
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, microbatch_tokens, worker_memory
 from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state
 from nemo_rl_moe.models.megatron.training import trainer as trainer_module
@@ -53,7 +59,6 @@ from tests.fake_card.full_size.routes import HandedInLogits, experts_of_tokens, 
 from tests.fake_card.full_size.terms import sums_by_term
 from tests.gpu.models import packed_shard, weights_from_the_device
 
-MODEL = "examples/assets/model_configs/Qwen3-30B-A3B"
 CAPTURE = Path("examples/audit/faults/healthy")
 _SENT = 1500
 """Tensors of the refit. The first is the embedding, and those of the experts fill more buckets than exist at a time."""
@@ -104,7 +109,7 @@ def _require_libraries_of_torch() -> None:
     """Fail if Transformer Engine has loaded a library of a toolkit on this machine in place of the fake card's."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     named = {Path(each) for each in mapped if re.search(r"lib(cu[a-z]+|nvrtc|nccl)[-_.]", each.rpartition("/")[2])}
-    if foreign := sorted(str(path) for path in named if path.parent != LIBRARY_FOLDER):
+    if foreign := sorted(str(path) for path in named if path.parent != LIBRARY_FOLDER.resolve()):
         raise SystemExit(f"these libraries are not the fake card's: {', '.join(foreign)}")
 
 
@@ -163,7 +168,7 @@ class _UncheckedTransport(IpcTransport):
 
 
 def _refit(trainer: Any, folder: Path) -> None:
-    """Send the weights to a receiver that reads nothing."""
+    """Send the weights to a receiver that reads nothing. Buckets for NCCL and CUDA IPC have the same memory."""
     backend = _UncheckedTransport(_OwnMemory())
     spec = TransportSpec(folder, trainer.num_updates, 1, 1, DEVICE_BUCKET_BYTES, backend=backend)
     receiver = Thread(target=spec.receive, args=(0, lambda tensors: [None for _ in tensors]))
@@ -187,8 +192,13 @@ def _shard(config: Any, hf_config: Any) -> GlobalBatchShard:
     return packed_shard(config.model_copy(update={"policy": policy}), hf_config.vocab_size, 0, num_rows=1, parts=_PARTS)
 
 
-def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any) -> dict[str, int]:
-    """Return the bytes that `plan` counts in a phase, by term."""
+def _is_replayed(config: MasterConfig) -> bool:
+    megatron = config.policy.megatron_cfg
+    return isinstance(megatron, RolloutMegatronConfig) and megatron.routing_replay != "none"
+
+
+def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any, vocabulary: int) -> dict[str, int]:
+    """Return the bytes that `plan` counts in a phase, by term. The moment of a training step is the output layer's."""
     tokens, layers = microbatch_tokens(config), range(transformer.num_layers)
     weights = {"weights": worker.weights}
     held = weights | {"gradients": worker.gradients, "optimizer": worker.optimizer.state}
@@ -197,25 +207,35 @@ def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any) -> d
     if name == "after offload":
         return weights
     if name == "refit":
-        return weights | {"buckets": (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES}
+        kept = weights if worker.is_moved else held
+        return kept | {"buckets": (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES}
     if name == "optimizer step":
-        return held | {"moments": worker.optimizer.float32_moments}
+        copies = {"moments": worker.optimizer.float32_moments, "copied_gradients": worker.optimizer.float32_gradients}
+        return held | copies
     if not name.startswith("training"):
         return held
-    is_replayed = config.policy.megatron_cfg.routing_replay != "none"
-    kept = [asdict(layer_activations(transformer, index, is_replayed=is_replayed)) for index in layers]
-    of_layers = {term: tokens * sum(each[term] for each in kept) for term in kept[0]}
-    return held | of_layers | {"head": worker.activations_at_least - sum(of_layers.values())}
+    is_replayed = _is_replayed(config)
+    of_layer = [asdict(layer_activations(transformer, index, is_replayed=is_replayed)) for index in layers]
+    of_layers = {term: tokens * sum(each[term] for each in of_layer) for term in of_layer[0]}
+    is_frozen = config.policy.frozen_parts.language_model
+    chunk = config.policy.logprob_chunk_size
+    head = head_activations(transformer, tokens, vocabulary, chunk, is_frozen=is_frozen)
+    # The lines that make inputs of layers make that of the last norm, too.
+    of_last_norm = tokens * transformer.hidden_size * transformer.params_dtype.itemsize
+    of_layers["input"] += of_last_norm
+    return held | of_layers | {"head": head - of_last_norm}
 
 
-def run(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+def run(recipe: str, model: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """Return the phases with their terms, and what `plan` says, in bytes."""
-    config = load_grpo_config(
-        recipe, ["policy.init=random", f"policy.model_name={MODEL}", *overrides], check_paths=False
+    config = load_any_config(
+        recipe, ["policy.init=random", f"policy.model_name={model}", *overrides], check_paths=False
     )
-    hf_config = load_hf_config(MODEL)
+    hf_config = load_hf_config(model)
     ranks = config.policy.megatron_cfg.expert_model_parallel_size
-    loss = PolicyGradientLoss(config.loss_fn, prev_is_current=True)
+    generates, is_replayed = generating(config.policy), _is_replayed(config)
+    is_grpo = isinstance(config, GRPOMasterConfig)
+    loss = PolicyGradientLoss(config.loss_fn, prev_is_current=True) if is_grpo else sft_loss
     _require_libraries_of_torch()
     history, shard = History(), _shard(config, hf_config)
     found: list[dict[str, Any]] = []
@@ -235,19 +255,22 @@ def run(recipe: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
         measure("optimizer step", trainer.optimizer.step)
         trainer.optimizer.zero_grad()
         for name, overload in (("balanced", 1.0), ("hottest rank", overload_of_capture(CAPTURE, ranks))):
-            experts = experts_of_tokens(microbatch_tokens(config), hf_config, ranks, overload)
-            is_replayed = config.policy.megatron_cfg.routing_replay != "none"
+            experts = experts_of_tokens(microbatch_tokens(config), trainer.config, ranks, overload)
             routed = with_experts(shard, experts) if is_replayed else shard
             logits.experts = None if is_replayed else experts
             measure(f"log-probabilities, {name}", partial(trainer.logprobs, routed.microbatches))
             measure(f"training step, {name}", partial(trainer.train, [routed], loss))
         measure("checkpoint", partial(_save, trainer, Path(folder)))
-        trainer.offload_optimizer()
-        measure("after offload", lambda: None)
-        measure("refit", partial(_refit, trainer, Path(folder)))
+        if generates is not None and generates.offload_optimizer_for_generation:
+            trainer.offload_optimizer()
+            measure("after offload", lambda: None)
+        if generates is not None and generates.generation.backend == "vllm":
+            measure("refit", partial(_refit, trainer, Path(folder)))
         worker = worker_memory(config, trainer.config, hf_config, 0)
         for each in found:
-            each["planned"] = planned(each["name"], worker, trainer.config, config)
+            each["planned"] = planned(each["name"], worker, trainer.config, config, hf_config.vocab_size)
+            is_training = each["name"].startswith("training")
+            each["planned_peak"] = worker.while_training_at_least if is_training else sum(each["planned"].values())
         return found
 
 
@@ -260,11 +283,12 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.fake_card.full_size.rank", description=__doc__)
     parser.add_argument("recipe")
+    parser.add_argument("model", help="folder with its config.json")
     parser.add_argument("results", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     leave_out_kernels()
-    options.results.write_text(json.dumps(run(options.recipe, options.overrides)), encoding="utf-8")
+    options.results.write_text(json.dumps(run(options.recipe, options.model, options.overrides)), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # there is nobody to say goodbye to
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, per_token
 from nemo_rl_moe.routing.metrics.overload_factor import overload_factors, rank_loads
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
+from nemo_rl_moe.routing.routers import moe_layer_indices
 from nemo_rl_moe.runs.folder.capture_folder import read_description, read_step, steps_of
 
 
@@ -29,13 +31,14 @@ def overload_of_capture(folder: Path, ranks: int) -> float:
     return found
 
 
-def experts_of_tokens(num_tokens: int, hf_config: Any, ranks: int, overload: float) -> Tensor:
-    """Return distinct experts of each token and layer, `[tokens, layers, topk]`, int16.
+def experts_of_tokens(num_tokens: int, transformer: TransformerConfig, ranks: int, overload: float) -> Tensor:
+    """Return distinct experts of each token and layer with experts, `[tokens, layers, topk]`, int16.
 
     Args:
         ranks: Expert-parallel ranks. The first gets `overload` times the mean load, the others the rest in equal parts.
     """
-    topk, num_experts, layers = hf_config.num_experts_per_tok, hf_config.num_experts, hf_config.num_hidden_layers
+    topk, num_experts = transformer.moe_router_topk, transformer.num_moe_experts
+    layers = len(moe_layer_indices(transformer))
     of_rank = num_experts // ranks
     rows = torch.arange(num_tokens * topk, dtype=torch.float64)
     is_first = ((rows + 1) * overload / ranks).floor() > (rows * overload / ranks).floor()

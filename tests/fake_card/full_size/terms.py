@@ -14,12 +14,20 @@ _STATISTICS_BYTES = 2 << 20
 # Beginning of a line, as `file.py:function`; beginning of a line further out; term. The first that fits a block is its.
 _LINES = (
     ("gemm.py:get_cublas_workspace", "", "workspaces"),
+    ("distrib_optimizer.py:copy_group_grads", "", "copied_gradients"),
     ("", "chunked_head.py:", "head"),
+    ("_common.py:apply_normalization", "multi_latent_attention.py:", "latents"),
     ("_common.py:apply_normalization", "", "norms"),
     ("", "attention.py:get_query_key_value_tensors", "query_key_norms"),
     ("rope.py:forward", "", "attention"),
     ("utils.py:get_qkv_layout", "", "attention"),
     ("kernels.py:fused_attn_fwd", "", "attention"),
+    ("rope_utils.py:", "multi_latent_attention.py:", "angles"),
+    ("gemm.py:general_gemm", "multi_latent_attention.py:_qkv_down_projection", "latents"),
+    ("base.py:prepare_forward", "multi_latent_attention.py:", "latents"),
+    ("", "multi_latent_attention.py:qkv_up_proj_and_rope_apply", "attention"),
+    ("gemm.py:general_gemm", "mlp.py:forward", "matrices"),
+    ("fused_bias_swiglu.py:", "mlp.py:forward", "matrices"),
     ("rmsnorm.py:op_forward", "transformer_layer.py:", "norms"),
     ("rmsnorm.py:op_forward", "", "head"),
     ("fused_bias_dropout.py:", "transformer_layer.py:_forward_attention", "residual"),
@@ -29,7 +37,7 @@ _LINES = (
     ("moe_utils.py:topk_routing_with_score_function", "", "routing"),
     ("", "moe_utils.py:_compute_topk", "routing"),
 )
-_WITH_STATISTICS = ("norms", "query_key_norms", "attention")
+_WITH_STATISTICS = ("norms", "latents", "query_key_norms", "attention")
 
 
 def sums_by_term(blocks: Iterable[Block], known: Mapping[str, Collection[int]]) -> Counter[str]:

@@ -19,7 +19,7 @@
 namespace fake_card {
 
 constexpr char NAME[] = "NVIDIA H100 80GB HBM3";
-constexpr int CUDA_VERSION = 13000, MAJOR = 9, MINOR = 0, MULTIPROCESSORS = 132;
+constexpr int RELEASE_OF_CUDA = 13000, MAJOR = 9, MINOR = 0, MULTIPROCESSORS = 132;
 constexpr int WARP = 32, THREADS_OF_BLOCK = 1024, THREADS_OF_MULTIPROCESSOR = 2048, REGISTERS = 65536;
 constexpr int SHARED_OF_BLOCK = 49152, SHARED_OF_BLOCK_AT_MOST = 232448, SHARED_OF_MULTIPROCESSOR = 233472;
 constexpr int L2_BYTES = 50 << 20, BUS_BITS = 5120, MOST_CARDS = 16;
@@ -36,6 +36,13 @@ inline int cards() {
   int count = *visible != 0;
   for (; *visible; ++visible) count += *visible == ',';
   return count;
+}
+
+// The number on the machine of a card that this process sees.
+inline int on_machine(int device) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  for (int n = 0; visible && n < device; ++n) visible = strchr(visible, ',') ? strchr(visible, ',') + 1 : nullptr;
+  return visible && *visible >= '0' && *visible <= '9' ? atoi(visible) : device;
 }
 
 inline size_t capacity() {

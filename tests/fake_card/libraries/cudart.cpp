@@ -13,6 +13,7 @@
 #include <cstdio>
 
 #include "card.h"
+#include "ledger.h"
 #include "memory.h"
 
 #undef cudaGetDeviceProperties
@@ -68,6 +69,10 @@ cudaError_t function_of_driver(const char *name, void **function, cudaDriverEntr
 // Kernels that torch has launched: the self-test's proof that this library is the one in use.
 EXPORT long fake_card_launches() { return launches; }
 
+// For the driver's library.
+EXPORT int fake_card_charge(int device, long bytes) { return charge(device, bytes); }
+EXPORT void fake_card_note_virtual(void *pages, size_t size, int device) { note_virtual(pages, size, device); }
+
 // Devices
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count) {
@@ -87,7 +92,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
   if (device < 0 || device >= cards()) return cudaErrorInvalidDevice;
   memset(p, 0, sizeof *p);
   strcpy(p->name, NAME);
-  memset(p->uuid.bytes, 0x40 + device, sizeof p->uuid.bytes);
+  memset(p->uuid.bytes, 0x40 + on_machine(device), sizeof p->uuid.bytes);
   p->major = MAJOR, p->minor = MINOR;
   p->totalGlobalMem = capacity();
   p->sharedMemPerBlock = SHARED_OF_BLOCK, p->sharedMemPerBlockOptin = SHARED_OF_BLOCK_AT_MOST;
@@ -99,7 +104,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->totalConstMem = 65536, p->textureAlignment = 512, p->l2CacheSize = L2_BYTES, p->memoryBusWidth = BUS_BITS;
   p->canMapHostMemory = p->concurrentKernels = p->unifiedAddressing = p->managedMemory = 1;
-  p->cooperativeLaunch = p->ECCEnabled = 1, p->asyncEngineCount = 3, p->pciBusID = device;
+  p->cooperativeLaunch = p->ECCEnabled = 1, p->asyncEngineCount = 3, p->pciBusID = on_machine(device);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
@@ -125,11 +130,11 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *yes, int, int) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
-  snprintf(text, size, "0000:%02x:00.0", device);
+  snprintf(text, size, "0000:%02x:00.0", on_machine(device));
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaDriverGetVersion(int *version) {
-  *version = CUDA_VERSION;
+  *version = RELEASE_OF_CUDA;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }

@@ -11,13 +11,13 @@
 #include <mutex>
 
 #include "card.h"
+#include "ledger.h"
 
 namespace fake_card {
 namespace {
 
 std::mutex lock;
 std::map<uintptr_t, Block> blocks;  // by their first address
-size_t bytes_used[MOST_CARDS];
 
 constexpr size_t GRAIN = 512;
 
@@ -42,14 +42,14 @@ int shareable(size_t size) {
 void *take(size_t size, Kind kind, int device) {
   std::lock_guard<std::mutex> held(lock);
   size = (size + GRAIN - 1) / GRAIN * GRAIN;
-  if (kind == Kind::DEVICE && bytes_used[device] + size > capacity()) return nullptr;
+  if (kind == Kind::DEVICE && !charge(device, long(size))) return nullptr;
   int file = kind == Kind::DEVICE ? shareable(size) : -1;
   void *pages = map_pages(size, file);
   if (!pages) {
     if (file >= 0) close(file);
+    if (kind == Kind::DEVICE) charge(device, -long(size));
     return nullptr;
   }
-  if (kind == Kind::DEVICE) bytes_used[device] += size;
   blocks[reinterpret_cast<uintptr_t>(pages)] = {size, file, kind, device};
   return pages;
 }
@@ -57,11 +57,11 @@ void *take(size_t size, Kind kind, int device) {
 bool give_back(void *pointer) {
   std::lock_guard<std::mutex> held(lock);
   auto found = blocks.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == blocks.end()) return false;
+  if (found == blocks.end() || found->second.kind == Kind::VIRTUAL) return false;
   const Block &block = found->second;
   munmap(pointer, block.size);
   if (block.file >= 0) close(block.file);
-  if (block.kind == Kind::DEVICE) bytes_used[block.device] -= block.size;
+  if (block.kind == Kind::DEVICE) charge(block.device, -long(block.size));
   blocks.erase(found);
   return true;
 }
@@ -93,9 +93,11 @@ void *map_of_others(int process, int file, size_t size, int device) {
   return pages;
 }
 
-size_t used(int device) {
+void note_virtual(void *pages, size_t size, int device) {
   std::lock_guard<std::mutex> held(lock);
-  return bytes_used[device];
+  auto begin = reinterpret_cast<uintptr_t>(pages);
+  if (size) blocks[begin] = {size, -1, Kind::VIRTUAL, device};
+  else blocks.erase(begin);
 }
 
 }  // namespace fake_card

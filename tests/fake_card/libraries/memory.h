@@ -7,7 +7,8 @@
 
 namespace fake_card {
 
-enum class Kind { DEVICE, PINNED, OF_OTHERS };  // the last: opened by a handle that another process gave
+// OF_OTHERS: opened by a handle that another process gave. VIRTUAL: mapped by the driver's functions.
+enum class Kind { DEVICE, PINNED, OF_OTHERS, VIRTUAL };
 
 struct Block {
   size_t size;
@@ -24,6 +25,7 @@ bool give_back(void *pointer);
 bool find(const void *pointer, Block *block, uintptr_t *begin);
 // Maps the pages of a block of another process.
 void *map_of_others(int process, int file, size_t size, int device);
-size_t used(int device);
+// Pages that the driver has mapped, or, of size 0, unmapped there.
+void note_virtual(void *pages, size_t size, int device);
 
 }  // namespace fake_card

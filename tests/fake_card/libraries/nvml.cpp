@@ -32,7 +32,7 @@ EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *text, void **handle) {
   return 0;
 }
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
-  *version = CUDA_VERSION;
+  *version = RELEASE_OF_CUDA;
   return 0;
 }
 EXPORT int nvmlDeviceGetComputeRunningProcesses(void *, unsigned *count, void *) {
@@ -54,3 +54,25 @@ EXPORT int nvmlDeviceGetCudaComputeCapability(void *, int *major, int *minor) {
   *major = MAJOR, *minor = MINOR;
   return 0;
 }
+EXPORT int nvmlDeviceGetHandleByUUID(const char *text, void **handle) {
+  const char *number = strrchr(text, '-');
+  *handle = reinterpret_cast<void *>(uintptr_t(number ? atol(number + 1) : 0) + 1);
+  return 0;
+}
+EXPORT int nvmlDeviceGetIndex(void *handle, unsigned *index) {
+  *index = unsigned(reinterpret_cast<uintptr_t>(handle)) - 1;
+  return 0;
+}
+EXPORT int nvmlDeviceGetMemoryInfo(void *, unsigned long long *total_free_used) {
+  total_free_used[0] = total_free_used[1] = capacity(), total_free_used[2] = 0;
+  return 0;
+}
+EXPORT int nvmlDeviceGetP2PStatus(void *, void *, int, int *status) {
+  *status = 0;
+  return 0;
+}
+EXPORT int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+  snprintf(text, size, "580.95.05");
+  return 0;
+}
+EXPORT int nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }

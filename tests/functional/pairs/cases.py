@@ -115,7 +115,7 @@ OF_EACH_CHANGE: tuple[Case, ...] = (
         engine="separate",
         rollouts="staleness_1",
         environment="agent",
-        lora="on",
+        lora="adapter",
         layout="ep2",
         sampling_mask="replay",
         reward_shaping="on",
@@ -141,6 +141,7 @@ OF_EACH_CHANGE: tuple[Case, ...] = (
         engine="separate",
         rollouts="staleness_2",
         environment="function",
+        lora="on",
         replay="rollout",
         layout="dp2",
         updates="two",
@@ -174,7 +175,7 @@ OF_EACH_CHANGE: tuple[Case, ...] = (
     _simple(
         "single-turn",
         engine="separate",
-        lora="on",
+        lora="adapter",
         replay="old_policy",
         batching="dynamic",
         layout="pp2",
@@ -187,7 +188,24 @@ OF_EACH_CHANGE: tuple[Case, ...] = (
         optimizer="not_saved",
     ),
 )
-"""Six that have the triples and six tenths of all pairs, for each change."""
+"""Six that have the triples and 59% of all pairs, for each change."""
+
+
+WITH_VLLM: tuple[Case, ...] = (
+    _simple("vllm-merged", engine="vllm", lora="on", replay="rollout", layout="ep2"),
+    _simple(
+        "vllm-adapter",
+        engine="vllm",
+        lora="adapter",
+        rollouts="staleness_1",
+        environment="tools",
+        replay="rollout",
+        layout="tp2",
+        precision="bfloat16",
+    ),
+    _simple("vllm-adapter-ppo", algorithm="ppo", engine="vllm", lora="adapter", batching="packed", layout="pp2"),
+)
+"""Adapters with the engine that the array leaves out."""
 
 
 def all_cases(seed: int) -> list[Case]:

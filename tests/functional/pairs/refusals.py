@@ -55,6 +55,11 @@ REFUSALS: tuple[Refusal, ...] = (
         Refusal({"engine": "trainer", "rollouts": rollouts}, _SHARED_WEIGHTS.format(staleness))
         for rollouts, staleness in _STALENESS.items()
     ),
+    Refusal(
+        {"engine": "trainer", "lora": "adapter"},
+        "policy.generation.lora_refit: got adapter, expected merged with policy.generation.backend megatron; engines"
+        " that take an adapter: megatron_separate, vllm",
+    ),
     # Ages are optimizer steps: a whole step ahead has the age of its updates.
     *(Refusal({"rollouts": rollouts, "updates": "two"}, _FEWER_THAN_A_STEP) for rollouts in ("staleness_1", "drop")),
     # Routes of old_policy come from a pass of the trained weights, and are replayed in later updates.

@@ -36,6 +36,12 @@ _MIXTURE: dict[str, dict[str, Any]] = {
 }
 
 
+def _lora(experts: str, refit: str) -> Overrides:
+    fields: dict[str, Any] = {"rank": 4, "alpha": 8.0, "use_rslora": False, "targets": ["all-linear"], "dropout": 0.0}
+    section = fields | {"experts": experts, "init": "kaiming", "path": None}
+    return {"policy.lora": section, "policy.generation.lora_refit": refit}
+
+
 def _ahead(staleness: int, **more: Any) -> Overrides:
     keys = {"mode": "asynchronous", "max_staleness": staleness} | more
     values: dict[str, Any] = {f"grpo.rollouts.{key}": value for key, value in keys.items()}
@@ -82,21 +88,8 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
         "agent": _environment(driver={"kind": "agent", "program": f"{PARTS}:agent", "limits": {"num_workers": 2}}),
         "mixture": _environment(mixture=_MIXTURE),
     },
-    "lora": {
-        "off": {},
-        "on": {
-            "policy.lora": {
-                "rank": 4,
-                "alpha": 8.0,
-                "use_rslora": False,
-                "targets": ["all-linear"],
-                "dropout": 0.0,
-                "experts": "per_expert",
-                "init": "kaiming",
-                "path": None,
-            }
-        },
-    },
+    # The engine applies adapters, of the layers that all engines can.
+    "lora": {"off": {}, "on": _lora("per_expert", "merged"), "adapter": _lora("none", "adapter")},
     "replay": {
         "none": {},
         "rollout": {f"{_PARALLEL}.routing_replay": "rollout"},
@@ -143,6 +136,8 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
     "validation": {"on": {}, "off": {"data.validation": None}},
     "optimizer": {"saved": {}, "not_saved": {"checkpointing.save_optimizer": False}},
 }
+BY_NAME: Mapping[str, Mapping[str, Overrides]] = {"engine": {"vllm": {"policy.generation.backend": "vllm"}}}
+"""Further values, of cases by name alone: they need vLLM, which not every machine has."""
 SIMPLEST: Setting = {name: next(iter(values)) for name, values in PARAMETERS.items()}
 
 
@@ -208,7 +203,7 @@ def overrides(setting: Setting, inputs: Inputs, folder: Path, num_steps: int = N
         values |= {f"{teacher}.model_name": inputs.weights, f"{teacher}.logprob_batch_size": 4}
         values |= {"distillation.policy_gradient_weight": 0.5}
     for parameter, value in setting.items():
-        values |= PARAMETERS[parameter][value]
+        values |= {**PARAMETERS[parameter], **BY_NAME.get(parameter, {})}[value]
     if values["data.validation"] is None:
         del values["data.validation.path"]
     else:

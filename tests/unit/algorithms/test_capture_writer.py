@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,23 @@ def test_a_capture_that_cannot_be_written_stops_no_run(
         recorder.write(step, batch, captured_rows(made), own, None, MeasuredPass(passes["again"]))
     (line,) = reported
     assert "cannot be written, no further capture is saved" in line
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_positions_of_indexers_are_audited(shift: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    length = LENGTHS[0]
+    experts = routes(length)
+    positions = np.full((length - 1, 1, 4), UNKNOWN, dtype=np.int32)
+    for token, row in enumerate(positions):
+        count = min(token + 1, 4)
+        row[0, :count] = np.sort(GENERATOR.permutation(token + 1)[:count]) + shift
+    made = trajectory(0, length, experts[:-1])
+    made = replace(made, sequences=(replace(made.sequences[0], indexer_positions=StoredRows.of(positions)),))
+    batch = training_batch([made], torch.ones(1, 1), 0, leave_out_truncated=False)
+    own = MeasuredPass(near(batch.columns["generation_logprobs"].values), stored([experts]))
+    recorder = CaptureWriter(tmp_path / CAPTURE_FOLDER, MOE, pytest.fail, list)
+    recorder.write(1, batch, captured_rows([made]), own, None, own)
+    assert read_description(tmp_path / CAPTURE_FOLDER).indexer_shape == (1, 4)
+    main(["audit", str(tmp_path / CAPTURE_FOLDER)])
+    found = capsys.readouterr().err
+    assert ("they count from the batch's start" in found) == ("of the indexer" in found) == bool(shift)

@@ -503,12 +503,12 @@ def test_a_capture_is_recorded_before_it_may_end_the_run() -> None:
             small_config(),
             diary=diary,
             captures={1: healthy, 2: wrong, 3: healthy},
-            observers=(RoutingAnomalyWatch(stops=True),),
+            observers=(RoutingAnomalyWatch(),),
             recorded_captures=recorded,
         )
     assert recorded == [(1, healthy), (2, wrong)]
     assert diary[-1] == "train", "the step is neither logged nor saved"
-    reported = Loop(small_config(), captures={2: wrong}, observers=(RoutingAnomalyWatch(stops=False),))
+    reported = Loop(small_config(), captures={2: wrong})
     assert (reported.recorded_captures, reported.steps) == ([(2, wrong)], [1, 2, 3])
 
 

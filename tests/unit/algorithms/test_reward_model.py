@@ -30,8 +30,9 @@ from tests.support.grpo_fakes import (
 from tests.support.grpo_inputs import tokens_of, with_tokens
 
 SECTION = (
-    "reward_model={model_name: a, logprob_batch_size: 2, weight: 0.5, megatron_cfg: {tensor_model_parallel_size: 1,"
-    " pipeline_model_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1,"
+    "reward_model={model_name: a, adapter: null, logprob_batch_size: 2, weight: 0.5,"
+    " megatron_cfg: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1, expert_model_parallel_size: 1,"
+    " expert_tensor_parallel_size: 1,"
     " sequence_parallel: false}}"
 )
 PLACED = (SECTION, "+cluster.roles.reward_model={cpu_workers_per_node: 1}")

@@ -27,7 +27,7 @@ LATE, LATER = (
 
 
 def test_routes_that_cannot_be_right_end_a_run_that_replays_them() -> None:
-    watch = RoutingAnomalyWatch(stops=True)
+    watch = RoutingAnomalyWatch()
     watch.after_update(trained(), PhaseClock())
     watch.after_update(replace(trained(), artifacts={}), PhaseClock())
     with pytest.raises(RoutingAnomalyError) as error:

@@ -5,11 +5,12 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from nemo_rl_moe.checkpoints.changes import wrong_changes
+from nemo_rl_moe.checkpoints.changes import changed_keys, wrong_changes
 from nemo_rl_moe.checkpoints.fingerprints import (
     changed_inputs,
     model_fingerprint,
@@ -100,9 +101,20 @@ def test_adapters_stand_beside_one_base_whatever_its_place(name: str, tmp_path: 
     assert changed_inputs(before, model_fingerprints(moved)) == [], "a copy is the same"
     base_folder(tmp_path / "a", b"others.")
     now = model_fingerprints(first)
-    assert other_base(first, before, now) == (before["model"], now["model"])
+    assert other_base(first, before, now) == ("policy.model_name", before["model"], now["model"])
     whole = config_at(str(tmp_path / "a"), "policy.lora=null")
     assert other_base(whole, before, now) is None, "weights of its own are in the checkpoint"
+
+
+def test_adapters_of_a_critic_stand_beside_their_base(tmp_path: Path) -> None:
+    lora = "{rank: 4, alpha: 8, use_rslora: false, targets: [all-linear], dropout: 0, experts: none, init: kaiming}"
+    adapters = [f"value.lora={lora}", "+value.lora.path=null", f"value.model_name={base_folder(tmp_path / 'a', b'1')}"]
+    config = load_any_config("ppo_tiny_moe.yaml", adapters, check_paths=False)
+    before, name = model_fingerprints(config), "model of the role critic"
+    assert other_base(config, before, before) is None
+    base_folder(tmp_path / "a", b"2")
+    now = model_fingerprints(config)
+    assert other_base(config, before, now) == ("value.model_name", before[name], now[name])
 
 
 def test_an_older_checkpoint_without_the_fingerprint_goes_by_the_name() -> None:
@@ -113,6 +125,20 @@ def test_an_older_checkpoint_without_the_fingerprint_goes_by_the_name() -> None:
     }
     assert wrong_changes(sft, changes, with_optimizer=True, with_adapters=True, base_is_known=True) == {}
     assert wrong_changes(sft, changes, with_optimizer=True) == {}
+
+
+def test_a_critic_s_adapters_cannot_change_and_an_older_checkpoint_has_none() -> None:
+    without: dict[str, Any] = {"value": {"lr": 1.0}}
+    null: dict[str, Any] = {"value": {"lr": 1.0, "lora": None}}
+    four, eight = ({"value": {"lr": 1.0, "lora": {"rank": rank, "path": None}}} for rank in (4, 8))
+    ppo = ALGORITHMS["ppo"]
+    assert changed_keys(without, null) == {}
+    assert wrong_changes(ppo, changed_keys(four, four), with_optimizer=False) == {}
+    for before, now in ((four, eight), (null, four), (four, null), (without, four)):
+        (why,) = {
+            reason for _, _, reason in wrong_changes(ppo, changed_keys(before, now), with_optimizer=False).values()
+        }
+        assert why == "the checkpoint's adapters have other settings"
 
 
 def test_teachers_and_reward_models_have_fingerprints_and_a_critic_has_not(tmp_path: Path) -> None:
@@ -126,6 +152,14 @@ def test_teachers_and_reward_models_have_fingerprints_and_a_critic_has_not(tmp_p
     (line,) = changed_inputs(before, model_fingerprints(config))
     assert line.startswith("the model of the role teacher has changed since the checkpoint (")
     assert "log-probabilities or scores differ" in line
+    adapter = base_folder(tmp_path / "adapter", b"factors")
+    adapted = load_any_config(
+        "distillation_tiny_moe.yaml", [f"distillation.teachers.teacher.adapter={adapter}"], check_paths=False
+    )
+    with_adapter = model_fingerprints(adapted)
+    assert with_adapter["model's adapter of the role teacher"] == model_fingerprint(adapter)
+    changes = {"distillation.teachers.teacher.adapter": ("null", adapter)}
+    assert wrong_changes(ALGORITHMS["distillation"], changes, with_optimizer=False).keys() == changes.keys()
     scored = load_any_config("grpo_tiny_moe_reward_model.yaml", [], check_paths=False)
     assert "model of the role reward_model" in model_fingerprints(scored)
     trained = load_any_config("ppo_tiny_moe.yaml", [], check_paths=False)

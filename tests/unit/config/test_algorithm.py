@@ -139,8 +139,8 @@ def test_a_loop_that_generates_in_turns_lets_no_rollouts_run_ahead(working_folde
 @pytest.mark.parametrize(
     ("reference", "problem"),
     {
-        "gpro": "algorithm: got 'gpro', expected sft, dpo, grpo, ppo, distillation, or package.module:ALGORITHM; did"
-        " you mean grpo?",
+        "gpro": "algorithm: got 'gpro', expected sft, dpo, rm, grpo, ppo, distillation, or package.module:ALGORITHM;"
+        " did you mean grpo?",
         "my-algorithm:OWN": "algorithm: got 'my-algorithm:OWN', expected package.module:ALGORITHM",
         "my_algorithm:OWNN": "algorithm: my_algorithm:OWNN: my_algorithm has no OWNN; did you mean OWN?",
         "my_algoritm:OWN": "algorithm: my_algoritm:OWN: there is no module my_algoritm, neither installed nor in",

@@ -11,7 +11,7 @@ TOOL = "{type: function, function: {name: add, parameters: {type: object}}}"
 FORM = 'expected the definition of a tool: {"type": "function", "function": {"name": ..., "parameters": ...}}'
 
 
-@pytest.mark.parametrize("config", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "grpo_tiny_moe.yaml"])
+@pytest.mark.parametrize("config", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "rm_tiny_moe.yaml", "grpo_tiny_moe.yaml"])
 def test_tools_and_names_are_taken_as_they_are(config: str) -> None:
     overrides = [f"data.tools=[{TOOL}]", "+data.chat_template_kwargs.enable_thinking=false"]
     data = load_any_config(config, overrides, check_paths=False).data  # type: ignore[attr-defined]
@@ -19,7 +19,7 @@ def test_tools_and_names_are_taken_as_they_are(config: str) -> None:
     assert data.chat_template_kwargs == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("config", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "grpo_tiny_moe.yaml"])
+@pytest.mark.parametrize("config", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "rm_tiny_moe.yaml", "grpo_tiny_moe.yaml"])
 @pytest.mark.parametrize(
     ("override", "line"),
     [

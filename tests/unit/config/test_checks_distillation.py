@@ -39,7 +39,7 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
     },
     "responses_have_a_teacher": {
         (f"{KEY}.teachers={{}}", "cluster.roles={}"): f"{KEY}.teachers: got none, expected one or more, each with"
-        " model_name, logprob_batch_size, megatron_cfg",
+        " model_name, adapter, logprob_batch_size, megatron_cfg",
         SECOND: f"{KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or"
         f" {KEY}.teacher_key: there are 2 teachers (teacher, writer)",
         (*BOTH, f"{KEY}.teacher_key=by"): f"{KEY}.teacher_by_environment: expected {{}} with {KEY}.teacher_key by,"

@@ -35,8 +35,9 @@ ON_GPUS = (
 )
 BY_MODEL = ("env.reward.kind=reward_model",)
 REWARD_MODEL = (
-    "reward_model={model_name: a, logprob_batch_size: 2, weight: 0.5, megatron_cfg: {tensor_model_parallel_size: 1,"
-    " pipeline_model_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1,"
+    "reward_model={model_name: a, adapter: null, logprob_batch_size: 2, weight: 0.5,"
+    " megatron_cfg: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1, expert_model_parallel_size: 1,"
+    " expert_tensor_parallel_size: 1,"
     " sequence_parallel: false}}",
     "+cluster.roles.reward_model={cpu_workers_per_node: 1}",
 )
@@ -59,7 +60,21 @@ TOOLS = ("env.driver={kind: tools, tools: [calculator]}",)
 DEFINITION = "data.tools=[{type: function, function: {name: add}}]"
 
 
+INDEXERS = "policy.megatron_cfg.indexer_replay"
+
 BROKEN: dict[str, dict[tuple[str, ...], str]] = {
+    "replayed_positions_are_captured": {
+        (
+            f"{INDEXERS}=rollout",
+            *ON_GPUS,
+        ): f"{INDEXERS}: got rollout, expected none with policy.generation.backend vllm,"
+        " which does not return the positions that indexers choose; backend megatron or megatron_separate does",
+        (
+            f"{INDEXERS}=rollout",
+            "policy.megatron_cfg.capture_routing=false",
+        ): f"{INDEXERS}: got rollout, expected none with policy.megatron_cfg.capture_routing false and routing_replay"
+        " none: wrong positions are reported with wrong routes",
+    },
     "replayed_mask_is_bounded_and_returned": {
         ("loss_fn.sampling_mask=replay", "policy.generation.top_p=0.9"): "loss_fn.sampling_mask: got replay, expected"
         " none with policy.generation.top_k null, or a maximum such as 128: top_p alone may keep the whole vocabulary,"
@@ -431,8 +446,8 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         " ensure that"
     },
     "environment_has_its_reward_model": {
-        (*BY_MODEL,): "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and"
-        " weight with env.reward.kind reward_model",
+        (*BY_MODEL,): "reward_model: got null, expected a section with model_name, adapter, logprob_batch_size,"
+        " megatron_cfg and weight with env.reward.kind reward_model",
         (*BY_MODEL, *REWARD_MODEL, "reward_model.weight=0.0"): "reward_model.weight: got 0, expected another number"
         " with env.reward.kind reward_model, since nothing else gives a reward",
     },

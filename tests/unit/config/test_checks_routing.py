@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.config.loading import load_any_config, load_grpo_config
 from tests.unit.config.conftest import problems_with
 
 M = "policy.megatron_cfg"
@@ -14,12 +14,13 @@ WHY = "the algorithm compares a token's probability in several passes, and"
 COMPARING = ("grpo_tiny_moe.yaml", "ppo_tiny_moe.yaml", "distillation_tiny_moe.yaml", "dpo_tiny_moe.yaml")
 NOISE = {
     f"{M}.moe_input_jitter_eps=0.1": f"{M}.moe_input_jitter_eps: got 0.1, expected null: {WHY} noise at the router"
-    " changes it from pass to pass; only SFT accepts this setting",
+    " changes it from pass to pass; only SFT and reward models accept this setting",
     f"{M}.moe_expert_capacity_factor=1.5": f"{M}.moe_expert_capacity_factor: got 1.5, expected null: {WHY} dropped"
-    " assignments make it depend on the other sequences of its microbatch; only SFT accepts this setting",
+    " assignments make it depend on the other sequences of its microbatch; only SFT and reward models accept this"
+    " setting",
     f"{M}.moe_router_load_balancing_type=sinkhorn": f"{M}.moe_router_load_balancing_type: got sinkhorn, expected"
     f" aux_loss, seq_aux_loss, global_aux_loss or none: {WHY} sinkhorn uses another routing rule in training than in"
-    " other passes; only SFT accepts this setting",
+    " other passes; only SFT and reward models accept this setting",
 }
 
 
@@ -29,9 +30,10 @@ def test_noise_is_refused_where_probabilities_are_compared(exemplar: str, overri
     assert problems_with(load_any_config, exemplar)(override) == [NOISE[override]]
 
 
+@pytest.mark.parametrize("exemplar", ["sft_tiny_moe.yaml", "rm_tiny_moe.yaml"])
 @pytest.mark.parametrize("override", NOISE)
-def test_noise_is_taken_where_nothing_is_compared(override: str) -> None:
-    load_config("sft_tiny_moe.yaml", [override], check_paths=False)
+def test_noise_is_taken_where_nothing_is_compared(exemplar: str, override: str) -> None:
+    load_any_config(exemplar, [override], check_paths=False)
 
 
 def test_a_negative_capacity_is_none() -> None:

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.files import BASE_NAME, BASE_OF, exemplar_names, exempla
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, engines_share_gpus
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, RMMasterConfig, engines_share_gpus
 from nemo_rl_moe.config.validation import field_at, known_keys
 from nemo_rl_moe.errors import ConfigurationError
 from tests.unit.config.conftest import refused
@@ -28,6 +28,7 @@ LEFT_OPEN = {"sft": [MODEL, TRAIN, VALIDATION], "grpo": [MODEL, TRAIN, VALIDATIO
 BASE_EXEMPLARS = {
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
+    "rm": "rm.yaml",
     "grpo": "grpo.yaml",
     "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
@@ -71,7 +72,7 @@ def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
     present = present_keys(read_with_defaults(exemplars_folder() / BASE_EXEMPLARS[algorithm]))
     absent = set(own_keys(ALGORITHMS[algorithm].config_class)) - set(present)
     # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
-    optional = ("env.reward.", "env.driver.", "policy.lora.", "reward_model.")
+    optional = ("env.reward.", "env.driver.", "policy.lora.", "value.lora.", "reward_model.")
     assert all(key.startswith(optional) for key in absent), absent
 
 
@@ -85,7 +86,7 @@ def test_base_file_has_the_keys_that_all_algorithms_share_and_no_other() -> None
 def test_base_file_starts_no_run_and_is_not_offered() -> None:
     assert BASE_NAME not in exemplar_names()
     assert refused(load_any_config, BASE_NAME, check_paths=False) == [
-        "base.yaml: has no section of an algorithm, expected sft or dpo or grpo or ppo or distillation"
+        "base.yaml: has no section of an algorithm, expected sft or dpo or rm or grpo or ppo or distillation"
     ]
 
 
@@ -188,6 +189,17 @@ def test_tiny_dpo_exemplar_goes_on_there_too() -> None:
     assert dpo.cluster == sft.cluster
 
 
+def test_tiny_rm_exemplar_makes_the_reward_model_of_the_tiny_grpo_exemplar() -> None:
+    dpo = load_dpo_config("dpo_tiny_moe.yaml", check_paths=False)
+    rm = load_any_config("rm_tiny_moe.yaml", check_paths=False)
+    assert isinstance(rm, RMMasterConfig)
+    assert (rm.policy.model_name, rm.cluster) == (dpo.policy.model_name, dpo.cluster)
+    grpo = load_grpo_config("grpo_tiny_moe_reward_model.yaml", check_paths=False)
+    assert grpo.reward_model is not None
+    assert grpo.reward_model.model_name == f"{rm.checkpointing.checkpoint_dir}/final"
+    assert grpo.policy.model_name == rm.policy.model_name, "so the tokenizers are the same"
+
+
 def test_large_dpo_exemplar_trains_the_model_of_the_large_sft_one() -> None:
     sft, dpo = load_config("sft_qwen3_30b_a3b.yaml", check_paths=False), load_dpo_config("dpo.yaml", check_paths=False)
     assert dpo.policy.model_name == sft.policy.model_name
@@ -284,7 +296,8 @@ def test_no_dead_flags(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "exemplar", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "grpo_tiny_moe.yaml", "sft.yaml", "grpo.yaml"]
+    "exemplar",
+    ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "rm_tiny_moe.yaml", "grpo_tiny_moe.yaml", "sft.yaml", "grpo.yaml"],
 )
 @pytest.mark.parametrize(
     "override",

@@ -113,7 +113,7 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
     own.write_text("policy: {}\n")
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(own, check_paths=False)
-    expected = "expected sft or dpo or grpo or ppo or distillation"
+    expected = "expected sft or dpo or rm or grpo or ppo or distillation"
     assert caught.value.problems == [f"{own}: has no section of an algorithm, {expected}"]
 
 

@@ -377,8 +377,8 @@ def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: P
         "just a text": "expected sections such as",
         "defaults: sft.yaml": "no such file in",
         "sft: {seed: 1}\npolicy: {model_name: x}": "not a configuration of NeMo-RL",
-        "rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}": "expected one section of sft, dpo, grpo, ppo,"
-        " distillation: got rm",
+        "policy: {megatron_cfg: {enabled: true}}": "expected one section of sft, dpo, rm, grpo, ppo, distillation: none"
+        " of them",
         "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}, model_name: '${no.such.key}'}": "no.such.key",
         "sft: {seed: 1}\npolicy: {dtensor_cfg: {enabled: true}, optimizer: {kwargs: {betas: 3}}}": "a value has another"
         " form than in NeMo-RL",

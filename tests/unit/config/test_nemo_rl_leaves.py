@@ -46,6 +46,13 @@ sft_loss_weight: 0, preference_average_log_probs: false, sft_average_log_probs: 
 checkpointing: {metric_name: "val:val_loss", higher_is_better: false}
 data: {train: {dataset_name: HelpSteer3, split: train}, validation: {dataset_name: HelpSteer3, split: validation}}
 """
+RM = """
+rm: {max_num_epochs: 1, max_num_steps: -1, val_period: 16, val_batches: -1, val_global_batch_size: 32, \
+val_micro_batch_size: 1, val_at_start: false, val_at_end: false, seed: 42}
+checkpointing: {metric_name: "val:validation-default_loss", higher_is_better: false}
+policy: {reward_model_cfg: {enabled: true, reward_model_type: bradley_terry}, activation_checkpointing_enabled: false}
+data: {train: {dataset_name: HelpSteer3, split: train}, validation: {dataset_name: HelpSteer3, split: validation}}
+"""
 TORCH = """
 policy:
   megatron_cfg: {enabled: false}
@@ -98,6 +105,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sft_torch": (COMMON, SFT, TORCH),
     "dpo": (COMMON, DPO),
     "dpo_torch": (COMMON, DPO, TORCH),
+    "rm": (COMMON, RM),
+    "rm_torch": (COMMON, RM, TORCH),
     "grpo": (COMMON, GRPO, GENERATION),
     "grpo_torch": (COMMON, GRPO, GENERATION, TORCH),
     "grpo_switches": (COMMON, GRPO, GENERATION, SWITCHES),
@@ -124,11 +133,11 @@ def names() -> Iterator[tuple[str, ...]]:
     return (place for place, _ in places(yaml.safe_load(NAMES_FILE.read_text())))
 
 
-@pytest.mark.parametrize("kind", ["sft", full("dpo_torch"), "grpo", full("grpo_torch")])
+@pytest.mark.parametrize("kind", ["sft", full("dpo_torch"), full("rm_torch"), "grpo", full("grpo_torch")])
 def test_no_key_of_theirs_is_lost_whatever_file_it_stands_in(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, *KINDS[kind])
     theirs = read_theirs(path)
-    others = {"sft", "dpo", "grpo", "ppo", "distillation"} - {kind.partition("_")[0]}
+    others = {"sft", "dpo", "rm", "grpo", "ppo", "distillation"} - {kind.partition("_")[0]}
     for value in (7, "text"):
         tree: dict[str, Any] = {}
         for place in names():

@@ -110,6 +110,7 @@ def test_distillation(tmp_path: Path) -> None:
     layout = {"tensor_model": 4, "pipeline_model": 1, "expert_model": 1, "expert_tensor": 1}
     assert translation.values["distillation.teachers"]["teacher"] == {
         "model_name": "some/teacher",
+        "adapter": None,
         "logprob_batch_size": 2,
         "megatron_cfg": {f"{name}_parallel_size": size for name, size in layout.items()} | {"sequence_parallel": True},
     }

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.config.algorithm import algorithm_of
-from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.files import exemplar_names, exemplars_folder, read_with_defaults
 from nemo_rl_moe.config.loading import load_any_config
-from nemo_rl_moe.config.notices import notices
+from nemo_rl_moe.config.notices import RATE_OF_A_CRITIC, RATES_OF_WEIGHTS, notices
 
-OF_ALGORITHM = {"sft": "sft_tiny_moe.yaml", "dpo": "dpo_tiny_moe.yaml", "grpo": "grpo_tiny_moe.yaml"}
+OF_ALGORITHM = {
+    "sft": "sft_tiny_moe.yaml",
+    "dpo": "dpo_tiny_moe.yaml",
+    "rm": "rm_tiny_moe.yaml",
+    "grpo": "grpo_tiny_moe.yaml",
+}
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 STYLE = "policy.megatron_cfg.scheduler.lr_decay_style"
 
@@ -68,6 +73,7 @@ def test_epochs_alone_are_no_surprise() -> None:
         ("grpo", 1608, 200, None),  # 8 of 1608 are less than one in a hundred
         ("sft", 200, 1, ("72 of 200 samples", "128 of them (policy.train_global_batch_size)", 72)),
         ("dpo", 100, 3, ("4 of 100 pairs", "32 of them (policy.train_global_batch_size)", 4)),
+        ("rm", 100, 3, ("4 of 100 pairs", "32 of them (policy.train_global_batch_size)", 4)),
     ],
 )
 def test_samples_that_fill_no_step_are_counted(
@@ -249,3 +255,49 @@ def test_a_microbatch_size_is_reported_if_tokens_fill_microbatches(name: str) ->
         f" samples as fit into policy.{name}.train_mb_tokens"
     ]
     assert lines("sft", *on, "policy.train_micro_batch_size=1") == []
+
+
+ADAPTERS = (
+    "rank: 4, alpha: 8, use_rslora: false, targets: [all-linear], dropout: 0, experts: none, init: kaiming, path: null"
+)
+RATE = "policy.megatron_cfg.optimizer.lr"
+
+
+def test_usual_rates_are_those_of_the_shipped_configurations() -> None:
+    for kind, rate in RATES_OF_WEIGHTS.items():
+        name = kind.__name__.removesuffix("MasterConfig").lower()
+        shipped: Any = read_with_defaults(exemplars_folder() / f"{name}.yaml")
+        assert shipped["policy"]["megatron_cfg"]["optimizer"]["lr"] == rate
+    assert read_with_defaults(exemplars_folder() / "ppo_math_1B.yaml")["value"]["lr"] == RATE_OF_A_CRITIC
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rate", "proposed"),
+    [
+        ("sft", "1e-5", "0.0001"),
+        ("sft", "2e-5", None),
+        ("dpo", "5e-7", "5e-06"),
+        ("dpo", "6e-7", None),
+        ("rm", "2e-6", "2e-05"),
+        ("grpo", "1e-6", "1e-05"),
+        ("grpo", "2e-7", "2e-06"),
+        ("grpo", "1e-5", None),
+    ],
+)
+def test_adapters_with_a_rate_of_all_weights_get_a_proposal(algorithm: str, rate: str, proposed: str | None) -> None:
+    about_rates = [line for line in lines(algorithm, f"policy.lora={{{ADAPTERS}}}", f"{RATE}={rate}") if RATE in line]
+    assert not [line for line in lines(algorithm, f"{RATE}={rate}") if RATE in line]
+    expected = (
+        f"{RATE}: {float(rate):g} is usual for all weights; adapters (policy.lora) learned best at about 10 times the"
+        f" rate of all weights in Schulman et al. 2025, LoRA Without Regret, which would be {proposed}"
+    )
+    assert about_rates == ([] if proposed is None else [expected])
+
+
+def test_a_critic_with_adapters_gets_a_proposal_by_its_own_key() -> None:
+    config: Any = load_any_config(
+        "ppo_tiny_moe.yaml", [f"value.lora={{{ADAPTERS}}}", "value.lr=1e-5"], check_paths=False
+    )
+    (line,) = [line for line in notices(config, 30) if "usual" in line]
+    assert line.startswith("value.lr: 1e-05 is usual for all weights; adapters (value.lora) learned best at about 10")
+    assert line.endswith(", which would be 0.0001")

@@ -50,6 +50,7 @@ def test_a_folder_without_a_model_is_reported_at_its_key(
         ),
         ("policy.train_micro_batch_size: got 3", "value.logprob_batch_size: got 3"),
         ("policy.megatron_cfg.optimizer.lr: got 1", "value.lr: got 1"),
+        ("policy.lora.rank: got 8, as in policy.lora.path x", "value.lora.rank: got 8, as in value.lora.path x"),
         # A setting that the critic does not have is the policy's, for both.
         (f"{LONGEST}: got 99, expected 64", f"role critic: {LONGEST}: got 99, expected 64"),
     ],
@@ -63,6 +64,17 @@ def test_a_frozen_model_has_no_learning_rate() -> None:
     config = load_any_config("distillation_tiny_moe.yaml", [], check_paths=False)
     line = "policy.megatron_cfg.optimizer.lr: got 1"
     assert role_problems(config, "teacher", [line]) == [f"role teacher: {line}"]
+
+
+def test_the_adapter_of_a_frozen_model_has_one_key() -> None:
+    config = load_any_config("distillation_tiny_moe.yaml", [], check_paths=False)
+    key = "distillation.teachers.teacher.adapter"
+    problems = ["policy.lora.path: x: broken", "policy.lora.targets: got 'o_proj'", "policy.lora: got a section"]
+    assert role_problems(config, "teacher", problems) == [
+        f"{key}: x: broken",
+        f"{key}: got 'o_proj'",
+        f"{key}: got a section",
+    ]
 
 
 def test_a_teacher_with_too_many_ranks_names_its_key() -> None:

@@ -57,6 +57,10 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "4"}]},
         {"prompt": [USER], "chosen": [CALL], "rejected": [ANSWER], "tools": [ADD]},
     ],
+    "rm": [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "4"}], "margin": -1},
+    ],
     "grpo": [
         {"prompt": "1+1=", "answer": "2"},
         {"prompt": [USER], "answer": 3},

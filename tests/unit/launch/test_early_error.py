@@ -60,6 +60,11 @@ def test_the_object_store_holds_the_routes_of_a_step() -> None:
     assert config.grpo.rollouts.most_lag > 0
     assert stored_bytes(config) == (1 + config.grpo.rollouts.most_lag) * step
     assert stored_bytes(load_config("sft_tiny_moe.yaml", check_paths=False)) == 0
+    alone, with_positions = (
+        stored_bytes(load_grpo_config("grpo_tiny_moe.yaml", more, check_paths=False))
+        for more in ([], ["policy.megatron_cfg.indexer_replay=rollout"])
+    )
+    assert with_positions == alone // 1024 * (1024 + 320 * 64)
 
 
 def test_one_that_names_options_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

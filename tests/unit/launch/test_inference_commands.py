@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-rl-moe evaluate` and `generate` before anything starts: their words, their messages, their outputs' places."""
 
+import argparse
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from nemo_rl_moe import cli
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -116,14 +120,37 @@ def test_help_reports_the_defaults_that_the_configuration_has(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    for option in OPTIONS.values():
+    assert config.policy.lora is None
+    assert OPTIONS["--adapter"].text.endswith("(default: none)")
+    for option in (option for name, option in OPTIONS.items() if name != "--adapter"):
         value = config
         for part in option.key.split("."):
             value = getattr(value, part)
         reported = option.text.partition("(default: ")[2].rstrip(")")
         assert reported == {"x": "", "y": "", "None": "all"}.get(str(value), str(value)), option.key
     assert "nemo-rl-moe generate --model results/sft_tiny_moe/final --prompts prompts.txt" in printed
-    assert EXAMPLES.count("nemo-rl-moe generate") == 4
+    assert EXAMPLES.count("nemo-rl-moe generate") == 5
+
+
+def test_an_adapters_rank_and_scale_come_from_its_folder(tmp_path: Path) -> None:
+    words = [*GENERATE[1:], "--adapter", str(tmp_path)]
+    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    factors = {"lora_A": (4, 8), "lora_B": (8, 4)}
+    name = "base_model.model.model.layers.0.self_attn.q_proj.{}.weight"
+    tensors = {name.format(factor): np.zeros(shape, np.float32) for factor, shape in factors.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    parser = argparse.ArgumentParser()
+    generate_command.add_arguments(parser)
+    options = parser.parse_args(words)
+    lora = generate_command.load(options, ["policy.init=random"]).policy.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.use_rslora, lora.targets) == (4, 6.0, True, ["q_proj"])
+    assert (lora.experts, lora.path) == ("none", str(tmp_path))
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        generate_command.load(options, [])
+    assert caught.value.problems[0].startswith(f"--adapter: {tmp_path} holds no adapter")
 
 
 def test_default_output_is_the_next_free_folder(tmp_path: Path) -> None:

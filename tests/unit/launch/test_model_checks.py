@@ -81,3 +81,16 @@ def test_a_teacher_is_not_warned_about_as_if_it_were_trained(
     printed = "".join(capsys.readouterr())
     assert "checking the model of the teacher" in printed
     assert "warning" not in printed  # of the balancing loss in its config.json, say, which trains nothing
+
+
+def test_a_model_that_the_engine_cannot_build_is_refused_without_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODEL.parent / "model_configs/NVIDIA-Nemotron-3-Nano-30B-A3B"
+    arguments = ["--config", "grpo_qwen3_30b_a3b_vllm.yaml", f"policy.model_name={model}"]
+    expected = (
+        f"policy.generation.backend: got 'vllm', expected 'megatron' or 'megatron_separate' with {model}: refits of"
+        " models with Mamba-2 layers have not been tried in vLLM"
+    )
+    assert cli.main(["plan", *arguments]) == 2
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    assert cli.main(["config", *arguments]) == 2
+    assert expected in capsys.readouterr().err

@@ -18,6 +18,7 @@ MODEL = "examples/assets/tiny_qwen3_moe"
     ("words", "message"),
     [
         (["--model", "./nowhere"], "error: --model: nowhere not found in the working folder"),
+        (["--adapter", "nowhere"], "error: --adapter: nowhere holds no adapter: there is no adapter_config.json"),
         (["--backend", "megatron"], "error: --backend: got megatron, expected megatron_separate or vllm"),
         (["--backend", "vlm"], "error: --backend: got 'vlm'"),
         (["--max-model-len", "100", "--max-new-tokens", "200"], "error: --max-new-tokens: got 200"),
@@ -60,7 +61,7 @@ def test_a_response_is_at_most_half_of_a_short_sequence(
     repository_root: Path, given: str | None, length: int, response: int
 ) -> None:
     options = argparse.Namespace(
-        model=str(repository_root / MODEL), backend=None, max_model_len=given, max_new_tokens=None
+        model=str(repository_root / MODEL), adapter=None, backend=None, max_model_len=given, max_new_tokens=None
     )
     policy = serve_command.load(options, []).policy
     assert (policy.max_total_sequence_length, policy.generation.max_new_tokens) == (length, response)

@@ -117,8 +117,8 @@ def test_an_audit_reads_the_routers_of_every_type_or_refuses_it_by_name(tmp_path
         shape = shape_of(config, tmp_path)
         if isinstance(shape, str):
             names_it = f"model_type '{getattr(config, 'text_config', config).model_type}' (" in shape
-            # The default configuration of DeepSeek-V2 has no number of chosen experts.
-            assert names_it or model_type in {"deepseek_v2", *EXCEPTIONS}, shape
+            # The default configurations of DeepSeek-V2 and dots.llm1 have no numbers of experts.
+            assert names_it or model_type in {"deepseek_v2", "dots1", *EXCEPTIONS}, shape
         elif (layers := layers_of_model(config)) is not None:
             assert layers == dict.fromkeys(shape.moe_layers, (shape.num_experts, shape.topk)), model_type
             compared.add(model_type)

@@ -114,7 +114,7 @@ async def test_t14_every_way_through_a_trajectory_has_routes() -> None:
 def takes_the_routes_of_the_sequence_before(right: Any, self: Any, token_ids: Sequence[int]) -> GrowingSequence:
     before = self.last
     begun: GrowingSequence = right(self, token_ids)
-    begun.routed_experts = before.routed_experts
+    begun.captured = dict(before.captured)
     return begun
 
 

@@ -65,10 +65,16 @@ def bits_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 
 def run_processes(tasks: dict[str, Callable[[], Any]], timeout_s: float = 250.0) -> dict[str, Any]:
-    """Runs each in a process of its own at the same time; results, or the errors as text; None of one killed."""
+    """Runs each in a process of its own at the same time; results, or the errors as text; None of one killed.
+
+    All begin after the last fork. A fork while a store serves the first ones may copy the lock of glibc's resolver,
+    which a thread of the store holds while it looks up the name of a client; the copy would stay locked for ever.
+    """
+    all_forked = CONTEXT.Event()
 
     def report(task: Callable[[], Any], connection: Any) -> None:
         try:
+            all_forked.wait()
             result = task()
         except BaseException as error:
             result = f"{type(error).__name__}: {error}"
@@ -83,6 +89,7 @@ def run_processes(tasks: dict[str, Callable[[], Any]], timeout_s: float = 250.0)
         process.start()
         sending.close()
         started[name] = process, receiving
+    all_forked.set()
     results: dict[str, Any] = dict.fromkeys(tasks)
     for name, (process, receiving) in started.items():
         with suppress(EOFError):

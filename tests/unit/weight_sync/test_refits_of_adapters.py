@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters arrive at engines, merged or as they are; the check finds at the first sync what went wrong on the way."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.refit_check import RefitCheck, Scores
 from nemo_rl_moe.launch.refit import batch_of
 from nemo_rl_moe.models.peft_files import is_of_attention
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from tests.support.family_reference import trainer_of, write_reference
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import RANK, lora, set_random
@@ -163,6 +165,11 @@ def _harm(pair: LoraPair, fault: str) -> None:
         pair.on_the_way = lambda tensors: (each for named in tensors for each in (named, named))
     elif fault == "a layer is missing":
         pair.on_the_way = lambda tensors: (named for named in tensors if ".layers.0." not in named[0])
+    elif fault == "another scale":
+        from nemo_rl_moe.models.megatron.lora.adapter import adapters_in
+
+        for adapter in adapters_in(pair.engine.model.chunks):
+            adapter.scale *= 1.5
     elif fault == "another base":
         # As PiSSA leaves it: without the largest singular values, which its adapter holds.
         for name, weight in pair.engine.model.chunks[0].named_parameters():
@@ -240,6 +247,22 @@ def _sent(trainer: Any, **options: bool) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer._sent_tensors(**options)}
 
 
+def sent_to_an_engine_without_the_base(name: str, root: str, policy: Any) -> list[dict[str, str]]:
+    """Run on every rank: fingerprints of what is sent at first and later, and of base and adapters apart."""
+    with parallel_job(policy):
+        folder = Path(root, name)
+        write_reference(name, folder)
+        torch.distributed.barrier()
+        trainer = trainer_of(folder, policy)
+        set_random(trainer.chunks)
+        first, later = _sent(trainer, on_device=False), _sent(trainer, on_device=False, changed_only=True)
+        sent = [fingerprints_of(tensors.items(), "float32") for tensors in (first, later)]
+        with trainer.adapters.off():
+            base = fingerprints_of(trainer._sent_tensors(on_device=False), "float32")
+        assert trainer.adapters.is_on
+        return [*sent, base, trainer.weight_fingerprints("float32")]
+
+
 def load_with_a_gap(name: str, root: str, policy: Any) -> list[str]:
     """Run on one rank: what is said of tensors that are missing where others may stay; empty: nothing."""
     from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
@@ -265,7 +288,7 @@ def load_with_a_gap(name: str, root: str, policy: Any) -> list[str]:
 
 
 pytestmark = pytest.mark.megatron
-OF_ADAPTERS = [*CHANGES, "not selected", "arrives twice", "a layer is missing", "another base"]
+OF_ADAPTERS = [*CHANGES, "not selected", "arrives twice", "a layer is missing", "another scale", "another base"]
 CASES = [
     (name, refit, precision)
     for name in ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama", "qwen3_next", "qwen3_5_moe_text")
@@ -292,6 +315,8 @@ def test_faults_are_found_at_the_first_sync(
     (said,) = run_ranks(first_syncs, 1, "qwen3_moe", str(tmp_path), policy, ["none", *faults], gives_fingerprints)
     assert said.pop("none") is None
     assert not [fault for fault, text in said.items() if text is None]
+    if refit == "adapter" and gives_fingerprints:
+        assert re.search(r"tensors differ: base_model\.model\.\S+\.lora_B\.weight", str(said["another scale"]))
 
 
 LATER = [
@@ -321,6 +346,23 @@ def test_an_engine_with_the_base_gets_the_blocks_that_adapters_change(
     assert all(rank.are_right for rank in ranks)
     if experts == "none" and "q_proj" in targets:
         assert all(is_of_attention(each) for each in sent), "experts stay"
+
+
+@pytest.mark.parametrize("sizes", some_of([{}, layout(tp=2, ep=2), layout(pp=2)], 2))
+def test_an_engine_without_the_base_gets_it_once_and_then_the_adapters(sizes: dict[str, int], tmp_path: Path) -> None:
+    world_size = 2 if sizes else 1
+    policy = lora_policy("adapter", "float32", "none", ("all-linear",), world_size, **sizes)
+    generation = policy.generation.model_copy(update={"backend": "vllm"})
+    policy = policy.model_copy(update={"generation": generation})
+    ranks = run_ranks(sent_to_an_engine_without_the_base, world_size, "qwen3_moe", str(tmp_path), policy)
+    found = [{name: of for rank in ranks for name, of in rank[number].items()} for number in range(4)]
+    first, later, base, stored = found
+    assert later.keys() == {name for name in first if ".lora_" in name} < first.keys()
+    assert later.items() <= first.items()
+    assert {name: of for name, of in base.items() if ".lora_" not in name}.items() <= first.items()
+    assert first.keys() == stored.keys()
+    # `B` is compared with its scale, and all others as they are sent.
+    assert {name for name in first if first[name] != stored[name]} == {name for name in first if ".lora_B." in name}
 
 
 def test_a_parameter_of_which_a_part_arrives_is_an_error(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
-from nemo_rl_moe.models.megatron.lora.checkpoint_names import sharded_adapters
+from nemo_rl_moe.models.megatron.lora.checkpoint_names import sharded_adapters, sharded_value_head
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.parameter_layout import plain_norm_name
@@ -166,7 +166,8 @@ def random_key(name: str) -> str:
 
 
 def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) -> dict[str, Sharded]:
-    """Return the model's parameters and buffers without copies. If the model has adapters, return only the adapters.
+    """Return the model's parameters and buffers without copies. If the model has adapters, return only the adapters and
+    the value head.
 
     Names contain layer numbers, so that another pipeline layout finds them.
 
@@ -175,7 +176,7 @@ def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) ->
     """
     tensors: dict[str, Sharded] = {**sharded_adapters(chunks)}
     if tensors:
-        return tensors
+        return {**tensors, **sharded_value_head(chunks)}
     for index, chunk in enumerate(chunks):
         found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         # Transformer Engine's extra state is not a tensor, and only its 8-bit formats use it.

@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from nemo_rl_moe.checked_reading import HashingReader, PartsRead, Place
 from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.models.families.rules import MTP_PREFIX
 
 Result = TypeVar("Result")
 INDEX_FILE, COMMON_FILE, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
@@ -104,6 +105,16 @@ def check_folder(folder: Path) -> tuple[Metadata, str]:
         if size < end:
             raise CheckpointError(f"{folder / name}: damaged: {size} bytes, expected at least {end}")
     return index, hashlib.sha256(b"".join(content.values())).hexdigest()
+
+
+def holds_mtp(folder: Path) -> bool:
+    """Return whether a checkpoint has trained layers of multi-token prediction.
+
+    Raises:
+        CheckpointError: See `check_folder`.
+    """
+    index, _ = check_folder(folder)
+    return any(name.startswith(MTP_PREFIX) for name in index.state_dict_metadata)
 
 
 @contextmanager

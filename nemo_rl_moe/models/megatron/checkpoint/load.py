@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nemo_rl_moe.checked_reading import PartsRead
 from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
+from nemo_rl_moe.models.families.rules import MTP_PREFIX
 from nemo_rl_moe.models.megatron.checkpoint.contents import (
     COUNTERS_KEY,
     TrainerCounters,
@@ -57,13 +58,16 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
     return restore_contents(objects, _load(wanted, directory, index))
 
 
-def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
+def load_model(chunks: Sequence[GPTModel], directory: Path, may_lack: Sequence[str] = ()) -> list[str]:
     """Fill a model without an optimizer. Every rank calls it.
 
     An expert bias or a value head without a tensor in the checkpoint stays unchanged.
 
+    Args:
+        may_lack: Prefixes of names that the model or the checkpoint may lack.
+
     Returns:
-        Names of the skipped tensors: the checkpoint's value head if the model has no value head.
+        Names of the checkpoint's tensors that the model lacks: a value head, or tensors with these prefixes.
 
     Raises:
         CheckpointError: See `load_checkpoint`.
@@ -75,13 +79,24 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
             f"{directory}: holds adapters alone (policy.lora); set the model to their base and policy.lora.path to the"
             " checkpoint, or merge them: nemo-rl-moe convert --from hf --to hf --input BASE --adapter CHECKPOINT"
         )
+    trains_mtp = any(chunk.trains_mtp for chunk in chunks)
+    if not trains_mtp and MTP_PREFIX not in may_lack and any(name.startswith(MTP_PREFIX) for name in saved):
+        raise CheckpointError(
+            f"policy.megatron_cfg.mtp_num_layers: got null, but {directory} has trained layers of multi-token"
+            " prediction; expected 1, or, where they cannot be trained, the model that nemo-rl-moe convert --from"
+            f" megatron --to hf --input {directory.parent} writes, whose layers are kept unchanged"
+        )
     wanted = {
         name: sharded
         for name, sharded in sharded_model(chunks, saved=saved).items()
-        if sharded.key in saved or not may_be_missing(sharded.key)
+        if sharded.key in saved or not (may_be_missing(sharded.key) or sharded.key.startswith(tuple(may_lack)))
     }
     keys = [sharded.key for sharded in wanted.values()]
-    skipped = check_names(directory, keys, saved, may_be_skipped=is_of_value_head)
+
+    def may_be_skipped(name: str) -> bool:
+        return is_of_value_head(name) or name.startswith(tuple(may_lack))
+
+    skipped = check_names(directory, keys, saved, may_be_skipped=may_be_skipped)
     restore_model(chunks, _load({"model": wanted}, directory, index)["model"])
     return skipped
 

@@ -27,7 +27,8 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
     if packed.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
     padded = packed.cu_seqlens_q_padded
-    bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
+    on_host = getattr(packed, "bounds_on_host", None)  # otherwise the host waits for the device
+    bounds = (packed.cu_seqlens_q if padded is None else padded).tolist() if on_host is None else on_host
     if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(f"packed sequences: cu_seqlens must run from 0 to {total}, got {bounds[0]} to {bounds[-1]}")
     return [end - start for start, end in itertools.pairwise(bounds) if end > start]

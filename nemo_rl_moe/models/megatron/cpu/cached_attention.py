@@ -64,12 +64,19 @@ class PaddedInferenceContext(StaticInferenceContext):
     Args:
         num_slots: Number of tokens of each row, including padding.
         num_pads: Number of padding tokens before each row, none by default.
+
+    Attributes:
+        num_pads: Number of padding tokens before each row. None: no row has padding.
+        choice: Keys that the next tokens see by the last indexer, for layers without one. None: all keys.
     """
+
+    choice: Bool[Tensor, "rows 1 queries keys"] | None = None
 
     def __init__(self, num_rows: int, num_slots: int, rotation: Rotation, num_pads: Int[Tensor, " rows"] | None = None):
         super().__init__(num_rows, num_slots)
         self.rotation = rotation
         self._hidden_slots = None
+        self.num_pads = num_pads
         if num_pads is not None:
             self._hidden_slots = torch.arange(num_slots, device=num_pads.device) < num_pads[:, None, None, None]
         self._mask: tuple[tuple[int, int], Tensor] | None = None
@@ -79,7 +86,10 @@ class PaddedInferenceContext(StaticInferenceContext):
         for cache in self.key_value_memory_dict.values():
             cache.select_rows(rows)
         if self._hidden_slots is not None:
-            self._hidden_slots = self._hidden_slots.index_select(0, rows)
+            assert self.num_pads is not None
+            self._hidden_slots, self.num_pads = (
+                tensor.index_select(0, rows) for tensor in (self._hidden_slots, self.num_pads)
+            )
         self._mask = None
 
     def padding(self, queries: int) -> Bool[Tensor, "queries rows 1"] | None:
@@ -115,10 +125,15 @@ def attend_to_cache(
     values: Float[Tensor, "rows groups keys value_dim"],
     context: PaddedInferenceContext,
     scale: float,
+    choice: Bool[Tensor, "rows 1 queries keys"] | None = None,
 ) -> Float[Tensor, "queries rows heads_value_dim"]:
-    """Return the attention to the full cache. If there are several queries, the cache must hold nothing before them."""
+    """Return the attention to the full cache. If there are several queries, the cache must hold nothing before them.
+
+    Args:
+        choice: True for the keys that a query sees. By default it sees all keys up to its own.
+    """
     queries, rows, _, heads, _ = query.shape
-    mask = context.added_mask(queries, query.dtype)
+    mask = context.added_mask(queries, query.dtype) if choice is None else choice
     if queries == 1:
         # The heads of a group share its keys, and form a list of queries.
         attended = F.scaled_dot_product_attention(query[0], keys, values, attn_mask=mask, scale=scale)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu.cached_attention import (
@@ -23,8 +24,8 @@ from nemo_rl_moe.models.megatron.cpu.functions import PlainColumnLinear, PlainRo
 from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention, gated
 from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts, GroupedExperts, LocalMoELayer, gather_sum
 from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, eligible
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetState, GatedDeltaNet
 from nemo_rl_moe.models.megatron.layers.latent_attention import LatentSelfAttention
+from nemo_rl_moe.models.megatron.layers.recurrent_mixer import RecurrentMixer, RecurrentState
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -45,8 +46,9 @@ def _is_known(layer: Any) -> bool:
     if isinstance(attention, LatentSelfAttention):
         is_known = has_cached_latents(attention)
     else:
-        is_known = isinstance(attention, FastSelfAttention | GatedDeltaNet)
-    return is_known and isinstance(layer.input_layernorm, RMSNorm) and isinstance(layer.pre_mlp_layernorm, RMSNorm)
+        is_known = isinstance(attention, FastSelfAttention | RecurrentMixer | IdentityOp)
+    norms = [(layer.input_layernorm, attention), (layer.pre_mlp_layernorm, layer.mlp)]
+    return is_known and all(isinstance(norm, RMSNorm) for norm, part in norms if not isinstance(part, IdentityOp))
 
 
 def rotation_of(chunk: Any, num_slots: int, positions: Tensor | None = None) -> Rotation:
@@ -113,24 +115,30 @@ class _CachedLayer:
     last_column_only = False
 
     def __init__(self, layer: Any, context: PaddedInferenceContext):
-        attention = layer.self_attention
-        self._attention_norm = _norm(layer.input_layernorm)
-        self._attend = _attention(attention, layer.layer_number, context)
-        self._project = _linear(attention.out_proj if isinstance(attention, GatedDeltaNet) else attention.linear_proj)
-        self._mlp_norm = _norm(layer.pre_mlp_layernorm)
-        self._add_mlp = _mlp(layer.mlp)
-        self._router = getattr(layer.mlp, "router", None)
+        attention, mlp = layer.self_attention, layer.mlp
+        self._attend = self._add_mlp = None
+        if not isinstance(attention, IdentityOp):
+            self._attention_norm = _norm(layer.input_layernorm)
+            self._attend = _attention(attention, layer.layer_number, context)
+            is_recurrent = isinstance(attention, RecurrentMixer)
+            self._project = _linear(attention.out_proj if is_recurrent else attention.linear_proj)
+        if not isinstance(mlp, IdentityOp):
+            self._mlp_norm = _norm(layer.pre_mlp_layernorm)
+            self._add_mlp = _mlp(mlp)
+        self._router = getattr(mlp, "router", None)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        context = self._attend(self._attention_norm(hidden_states))
+        context = None if self._attend is None else self._attend(self._attention_norm(hidden_states))
         if self.last_column_only:
-            if self._shows_routes() and len(context) > 1:
+            if self._shows_routes() and len(hidden_states) > 1:
                 # This pass only records routes. The last column is computed below, as without a record.
-                self._route(self._mlp_norm(self._project(context).add_(hidden_states)))
-            context, hidden_states = context[-1:], hidden_states[-1:]
-        attended = self._project(context)
-        attended += hidden_states
-        return self._add_mlp(attended, self._mlp_norm(attended))
+                self._route(self._mlp_norm(self._add_attended(hidden_states, context)))
+            context, hidden_states = None if context is None else context[-1:], hidden_states[-1:]
+        attended = self._add_attended(hidden_states, context)
+        return attended if self._add_mlp is None else self._add_mlp(attended, self._mlp_norm(attended))
+
+    def _add_attended(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
+        return hidden_states if context is None else self._project(context).add_(hidden_states)
 
     def _shows_routes(self) -> bool:
         return bool(getattr(getattr(self._router, "router_replay", None), "shows", False))
@@ -150,8 +158,8 @@ def _attention(attention: Any, layer_number: int, context: PaddedInferenceContex
     if isinstance(attention, LatentSelfAttention):
         latents = caches[layer_number] = LatentAttentionCache(attention, context, _linear)
         return latents.attend
-    if isinstance(attention, GatedDeltaNet):
-        state = caches[layer_number] = DeltaNetState()
+    if isinstance(attention, RecurrentMixer):
+        state = caches[layer_number] = RecurrentState()
         return partial(_pass_state, attention, _linear(attention.in_proj), state, context)
     norm = HeadNorm.of_attention(attention)
     cache = caches[layer_number] = SelfAttentionCache(context, attention.head_layout, norm, attention.softmax_scale)
@@ -165,11 +173,10 @@ def _attention(attention: Any, layer_number: int, context: PaddedInferenceContex
 
 
 def _pass_state(
-    net: GatedDeltaNet, project: Apply, state: DeltaNetState, context: PaddedInferenceContext, inputs: Tensor
+    mixer: RecurrentMixer, project: Apply, state: RecurrentState, context: PaddedInferenceContext, inputs: Tensor
 ) -> Tensor:
     """Mix the next tokens with the state of earlier tokens. Padding before a prompt leaves the state empty."""
-    mixed, padding = project(inputs), context.padding(len(inputs))
-    return net.mix(mixed if padding is None else mixed.masked_fill(padding, 0), state=state)
+    return mixer.mix(project(inputs), state=state, padding=context.padding(len(inputs)))
 
 
 def _norm(norm: RMSNorm) -> Apply:

@@ -3,6 +3,7 @@
 """Latent attention in evaluation with a cache of keys and values, each computed from its latent once."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
 from nemo_rl_moe.models.megatron.cpu.cached_attention import PaddedInferenceContext, attend_to_cache
+from nemo_rl_moe.models.megatron.cpu.cached_indexer import IndexerCache
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, rotate
 from nemo_rl_moe.models.megatron.layers.latent_attention import LatentSelfAttention
+from nemo_rl_moe.models.megatron.layers.sparse_attention import SparseSelfAttention
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -40,7 +43,11 @@ class LatentAttentionCache:
         self._latent, self._unrotated = config.kv_lora_rank, config.qk_head_dim
         self._rotated = config.qk_pos_emb_head_dim
         self._heads, self._value = attention.num_attention_heads_per_partition, config.v_head_dim
-        self._queries = _queries(attention, apply)
+        self._query_latent, self._queries = _query_functions(attention, apply)
+        self._indexer: IndexerCache | None = None
+        is_sparse = isinstance(attention, SparseSelfAttention)
+        if is_sparse and (context.max_sequence_length > attention.topk or attention.seen is not None):
+            self._indexer = IndexerCache(attention, context)
         self._down, self._up = apply(attention.linear_kv_down_proj), apply(attention.linear_kv_up_proj)
         self._norm = attention.kv_layernorm
         rows, slots = context.max_batch_size, context.max_sequence_length
@@ -55,6 +62,8 @@ class LatentAttentionCache:
     def select_rows(self, rows: Int[Tensor, " selected"]) -> None:
         """Select sequences by row index. The rotation stays, because all layers share it."""
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+        if self._indexer is not None:
+            self._indexer.select_rows(rows)
 
     def attend(self, inputs: Float[Tensor, "queries rows hidden"]) -> Float[Tensor, "queries rows heads_value_dim"]:
         """Cache keys and values of the next tokens, and return the attention to the full cache.
@@ -64,7 +73,8 @@ class LatentAttentionCache:
         queries, rows, _ = inputs.shape
         first = self._context.sequence_len_offset
         last = first + queries
-        query = self._queries(inputs).view(queries, rows, self._heads, self._unrotated + self._rotated)
+        latent_of_queries = self._query_latent(inputs)
+        query = self._queries(latent_of_queries).view(queries, rows, self._heads, self._unrotated + self._rotated)
         query[..., self._unrotated :] = self._rotate(query[..., self._unrotated :], slice(first, last))
         latent, rotated_key = self._down(inputs).split([self._latent, self._rotated], -1)
         made = self._up(self._norm(latent)).view(queries, rows, self._heads, self._unrotated + self._value)
@@ -76,7 +86,8 @@ class LatentAttentionCache:
         ).permute(order)
         self._values[:, :, first:last] = made[..., self._unrotated :].permute(order)
         keys, values = self._keys[:, :, :last], self._values[:, :, :last]
-        return attend_to_cache(query.unsqueeze(3), keys, values, self._context, self._scale)
+        choice = None if self._indexer is None else self._indexer.choose(inputs, latent_of_queries)
+        return attend_to_cache(query.unsqueeze(3), keys, values, self._context, self._scale, choice)
 
     def _rotate(self, heads: Float[Tensor, "queries rows heads dim"], slots: slice) -> Tensor:
         """Apply rotary embedding to pairs of neighbouring entries. Return all first, then all second entries."""
@@ -85,9 +96,9 @@ class LatentAttentionCache:
         return rotate(halves, rotation.cosines[slots].squeeze(2), rotation.sines[slots].squeeze(2))
 
 
-def _queries(attention: LatentSelfAttention, apply: Callable[[torch.nn.Module], Apply]) -> Apply:
-    """Return the function that computes queries, in some models from a separate latent."""
+def _query_functions(attention: LatentSelfAttention, apply: Callable[[Any], Apply]) -> tuple[Apply, Apply]:
+    """Return the functions that compute the latent of queries, and queries. Some models have no such latent."""
     if attention.config.q_lora_rank is None:
-        return apply(attention.linear_q_proj)
-    down, norm, up = apply(attention.linear_q_down_proj), attention.q_layernorm, apply(attention.linear_q_up_proj)
-    return lambda inputs: up(norm(down(inputs)))
+        return lambda inputs: inputs, apply(attention.linear_q_proj)
+    down, norm = apply(attention.linear_q_down_proj), attention.q_layernorm
+    return lambda inputs: norm(down(inputs)), apply(attention.linear_q_up_proj)

@@ -3,7 +3,7 @@
 """Generation engine on the weights of the training ranks, with Megatron-Core's modules and a key-value cache."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
+from nemo_rl_moe.generation.interface import CAPTURED, GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.prompt_images import identity_of, input_problem
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
 from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
-from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
+from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, Capturing
 from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only
-from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 
 
 def check_request(
@@ -147,11 +146,11 @@ class MegatronGenerator:
         config: TransformerConfig,
         tokenizer: Any,
         device: torch.device,
-        hooks: RouterHooks | None = None,
-        stages: StagesOfLayers | None = None,
+        routers: Capturing | None = None,
+        indexers: Capturing | None = None,
     ):
         self._chunks, self._config, self._device = chunks, config, device
-        self._hooks, self._stages = hooks, stages
+        self._capturing = {name: each for name, each in zip(CAPTURED, (routers, indexers), strict=True) if each}
         self._tokenizer = tokenizer
         self._coordinates = parallel_coordinates()
         self._passes = ForwardPasses(chunks, config, device)
@@ -176,14 +175,15 @@ class MegatronGenerator:
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
         sequences: dict[int, GeneratedSequence] = {}
-        shown = nullcontext() if self._hooks is None else self._hooks.shown()
         with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded):
-            with shown:
+            with ExitStack() as shown:
+                for each in self._capturing.values():
+                    shown.enter_context(each.hooks.shown())
                 for batch in _batches(request, max_batch_size):
-                    responses, routes = self._run(request, batch, stop)
-                    routed_experts = None if routes is None else self._routed_experts(request, batch, responses, routes)
+                    responses, captured = self._run(request, batch, stop)
+                    rows = {name: self._rows(request, batch, responses, name, each) for name, each in captured.items()}
                     prompt_lengths = [len(request.prompts[index]) for index in batch]
-                    found = responses.sequences(weight_version, prompt_lengths, routed_experts)
+                    found = responses.sequences(weight_version, prompt_lengths, rows)
                     sequences |= zip(batch, found, strict=True)
             # Outside of `shown`, so that no hook records these routes.
             self._passes.wait_for_peers()
@@ -191,8 +191,8 @@ class MegatronGenerator:
 
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
-    ) -> tuple[Responses, CapturedRoutes | None]:
-        """Generate responses to a batch of prompts, and capture the routed experts if the routers have hooks."""
+    ) -> tuple[Responses, dict[str, CapturedRoutes]]:
+        """Generate responses to a batch of prompts, and capture what routers and indexers with hooks choose."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -210,16 +210,17 @@ class MegatronGenerator:
         inputs_of_rows = [request.model_inputs[batch[row]] for row in firsts] if request.model_inputs else []
         cached = self._passes.new_batch(len(firsts), len(plan.prompt_tokens), prefill.num_pads, inputs_of_rows)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
-        routes = None
-        if self._hooks is not None:
-            routes = CapturedRoutes(self._hooks, int(self._config.moe_router_topk), self._device)
+        captured = {
+            name: CapturedRoutes(each.hooks, each.topk, self._device, each.dtype)
+            for name, each in self._capturing.items()
+        }
         inputs, last_prompt = prefill.prompt_tokens[: plan.prefill].t(), first_sampled.max()
         while True:
             first_slot = cached.num_filled
             logits = self._passes.logits(inputs, cached)
             slot = cached.num_filled
-            if routes is not None:
-                routes.add(slot - first_slot, rows, copies_on_device)
+            for each in captured.values():
+                each.add(slot - first_slot, rows, copies_on_device)
             if copies_on_device is not None:
                 # The first pass ran each distinct prompt once. From here on, every sequence has its own row.
                 logits = None if logits is None else logits.index_select(0, copies_on_device)
@@ -236,7 +237,7 @@ class MegatronGenerator:
                 inputs = torch.where(plan.first_sampled > slot, plan.prompt_tokens[slot], inputs)
             num_ended = np.count_nonzero(ended)
             if num_ended == len(rows):
-                return responses, routes
+                return responses, captured
             if num_ended >= LEAVE_SHARE * len(rows):
                 rows, first_sampled = rows[~ended], first_sampled[~ended]
                 kept = torch.from_numpy(np.flatnonzero(~ended)).to(self._device)
@@ -244,15 +245,15 @@ class MegatronGenerator:
                 cached.select_rows(kept)
             inputs = inputs[:, None]
 
-    def _routed_experts(
-        self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
+    def _rows(
+        self, request: GenerationBatch, batch: Sequence[int], responses: Responses, name: str, captured: CapturedRoutes
     ) -> list[StoredRows]:
-        """Return the routed experts of each sequence's tokens, except the last token, which was never an input."""
-        assert self._stages is not None  # hooks and stages come together
+        """Return the captured rows of each sequence's tokens, except the last token, which was never an input."""
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
         num_fed = prompts + responses.lengths - 1
-        return [StoredRows.of(rows) for rows in routes.sequences(self._stages, first_slots, num_fed)]
+        stages = self._capturing[name].stages
+        return [StoredRows.of(rows) for rows in captured.sequences(stages, first_slots, num_fed)]
 
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters

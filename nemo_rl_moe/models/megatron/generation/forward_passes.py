@@ -20,7 +20,7 @@ from nemo_rl_moe.models.megatron.cpu.attention import causal_mask
 from nemo_rl_moe.models.megatron.cpu.cached_attention import PaddedInferenceContext
 from nemo_rl_moe.models.megatron.cpu.cached_forward import CachedForward, has_cached_forward, rotation_of
 from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetState
+from nemo_rl_moe.models.megatron.layers.recurrent_mixer import RecurrentState
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 
@@ -31,7 +31,7 @@ class StockInferenceContext(StaticInferenceContext):
         """Select sequences by row index. An index may occur several times."""
         memory = self.key_value_memory_dict
         for layer_number, kept in memory.items():
-            if isinstance(kept, DeltaNetState):
+            if isinstance(kept, RecurrentState):
                 kept.select_rows(rows)
             else:
                 memory[layer_number] = tuple(tensor.index_select(1, rows) for tensor in kept)

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of responses: tokens from logits, cache slots of a batch, stop conditions, and growing responses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,12 +234,13 @@ class Responses:
         self,
         weight_version: int,
         prompt_lengths: Sequence[int] = (),
-        routed_experts: Sequence[StoredRows] | None = None,
+        captured: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     ) -> list[GeneratedSequence]:
         """Return the finished responses in order.
 
         Args:
             prompt_lengths: Length of each response's prompt. Only needed if there are kept tokens.
+            captured: Attribute of `GeneratedSequence` (`CAPTURED`) -> its value for each response.
 
         Raises:
             RuntimeError: A log-probability is not finite, because of the weights or the forward pass.
@@ -255,9 +257,9 @@ class Responses:
                 logprobs=self._logprobs[index, :length].copy(),
                 is_truncated=not self._stopped[index],
                 weight_version=weight_version,
-                routed_experts=None if routed_experts is None else routed_experts[index],
                 kept_mass=None if self._kept_mass is None else self._kept_mass[index, :length].copy(),
                 kept_tokens=StoredRows.of(np.stack(kept)).moved(prompt_lengths[index]) if kept else None,
+                **{name: rows[index] for name, rows in captured.items()},
             )
             for index, (length, kept) in enumerate(zip(self.lengths, self._kept_tokens, strict=True))
         ]

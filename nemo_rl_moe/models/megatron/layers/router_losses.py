@@ -105,7 +105,7 @@ class RouterLosses:
         self._of_routers = [
             _LossesOfRouter(self, number, router)
             for number, chunk in enumerate(chunks if self.is_on else ())
-            for _, router in routers_of(chunk.decoder)
+            for _, router in routers_of(chunk)
         ]
 
     def start_step(self, shards: Sequence[GlobalBatchShard]) -> None:
@@ -185,8 +185,9 @@ class _LossesOfRouter:
         # The schedule divides by the number of microbatches, and the gradient reduction by the data-parallel size. This
         # factor undoes both divisions.
         scale = update.num_microbatches * parallel_state.get_data_parallel_world_size()
-        logged = step.num_microbatches / (step.terms(name) * recorded_share(name))
-        record_auxiliary_loss(name, share.detach() * logged, self._router.layer_number, self._router.config)
+        if self._router.layer_number <= self._router.config.num_layers:  # metrics are of the decoder's layers
+            logged = step.num_microbatches / (step.terms(name) * recorded_share(name))
+            record_auxiliary_loss(name, share.detach() * logged, self._router.layer_number, self._router.config)
         return MoEAuxLossAutoScaler.apply(values, share * (coefficient * scale / update.terms(name)))
 
 

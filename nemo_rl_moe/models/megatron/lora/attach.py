@@ -34,12 +34,16 @@ def add_adapters(
 ) -> Switch:
     """Freeze a model with loaded weights, attach trainable adapters to its layers, and return their switch.
 
+    A value head stays trainable.
+
     Args:
         seed: Seed of the adapters' random values, which also depend on names, but not on the layout.
     """
     switch = Switch()
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if chunk.has_value_head:
+            chunk.value_head.requires_grad_(True)
         for layer in chunk.decoder.layers:
             _adapt_layer(layer, config, hf_config, lora, switch)
         if chunk.pre_process:

@@ -1,16 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in a checkpoint: the factors with peft's names, as pieces of full tensors in any layout."""
+"""Adapters in a checkpoint: the factors with peft's names, as pieces of full tensors in any layout, and the value head
+that trains with them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
 from torch import nn
 
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import in_sections
+from nemo_rl_moe.models.megatron.layers.recurrent_mixer import in_sections
 from nemo_rl_moe.models.megatron.lora.adapter import Factor, adapters_in
+from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 
 PREFIX = "base_model.model."
 """Prefix of every name in peft's files."""
@@ -23,6 +26,23 @@ def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor | S
     """
     found = (_sharded(factor) for adapter in adapters_in(chunks) for factor in adapter.factors())
     return {sharded.key: sharded for sharded in found}
+
+
+def sharded_value_head(chunks: Sequence[GPTModel]) -> dict[str, ShardedTensor]:
+    """Return name in a checkpoint -> the value head's weight, which each rank of the last stage holds. Empty without a
+    value head."""
+    copies = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return {
+        f"{VALUE_HEAD_PREFIX}{name}": ShardedTensor.from_rank_offsets(
+            f"{VALUE_HEAD_PREFIX}{name}", parameter, replica_id=(0, *copies)
+        )
+        for chunk in chunks
+        if chunk.has_value_head
+        for name, parameter in chunk.value_head.named_parameters()
+    }
 
 
 def _sharded(factor: Factor) -> ShardedTensor | ShardedTensorFactory:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.schema_lora import LoraConfig
@@ -25,6 +26,7 @@ from nemo_rl_moe.models.megatron.lora.transfer import FactorPart, factor_parts, 
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.peft_files import (
     CONFIG_FILE,
+    SCORE,
     TEXT_MODEL,
     VISION_MODEL,
     WEIGHTS_FILE,
@@ -42,9 +44,12 @@ from nemo_rl_moe.models.safetensors_folder import listed, one_line
 _AT_A_TIME = 64
 
 
-def factors_on_first_rank(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return all full factors on rank 0, on the host, and nothing on other ranks. Every rank calls it."""
-    own = list(factors_of_this_rank(chunks))
+def factors_on_first_rank(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
+    """Return all full factors on rank 0, on the host, and nothing on other ranks. Every rank calls it.
+
+    The head of a sequence classifier trains with its adapters, and is returned with them.
+    """
+    own = [*factors_of_this_rank(chunks), *_score_of_this_rank(chunks)]
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, len(own))
     is_first, found = dist.get_rank() == 0, dict[str, Tensor]()
@@ -53,6 +58,16 @@ def factors_on_first_rank(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
         dist.gather_object(own[start : start + _AT_A_TIME], parts)
         found |= {name: tensor for of_rank in parts or () for name, tensor in of_rank}
     return found
+
+
+def _score_of_this_rank(chunks: Sequence[GPTModel]) -> list[tuple[str, Tensor]]:
+    """Return the head of a sequence classifier on the first rank of the last stage, and nothing on other ranks."""
+    copies = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    heads = [chunk.value_head for chunk in chunks if chunk.is_classifier and not any(copies)]
+    return [(SCORE, head.weight.detach().cpu().clone()) for head in heads]
 
 
 def write_adapter(
@@ -130,6 +145,8 @@ def _blocks(parts: Sequence[Tensor], halves: Sequence[int | None]) -> Tensor:
 def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config: Any) -> None:
     """Fill this rank's factors from a peft folder or a run's checkpoint. Every rank calls it.
 
+    A value head without a tensor there stays unchanged.
+
     Args:
         rank: Rank of the adapters' matrices.
     """
@@ -145,6 +162,8 @@ def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config:
             reader = _Reader(file, rank, hf_config, {each.rpartition(".")[2] for each in parameters})
             for part in factor_parts(chunks):
                 _load(part, reader, problems)
+            for head in (chunk.value_head for chunk in chunks if chunk.has_value_head):
+                _load_head(head.weight.data, reader, problems)
             used = reader.used
             names = set(file.keys())
     except (OSError, SafetensorError) as error:
@@ -170,6 +189,15 @@ def _load(part: FactorPart, reader: "_Reader", problems: list[str]) -> None:
         problems.append(f"{part.name}: got the shape {list(found.shape)}, expected {list(part.shape)}")
     else:
         part.local.copy_(part.slice_of(found))
+
+
+@torch.no_grad()
+def _load_head(weight: Tensor, reader: "_Reader", problems: list[str]) -> None:
+    found = reader.find(SCORE)
+    if isinstance(found, Tensor) and found.shape != weight.shape:
+        problems.append(f"{SCORE}: got the shape {list(found.shape)}, expected {list(weight.shape)}")
+    elif isinstance(found, Tensor):
+        weight.copy_(found)
 
 
 class _Reader:

@@ -71,6 +71,18 @@ def factors_of_this_rank(chunks: Sequence[nn.Module]) -> Iterator[NamedTensor]:
             yield part.name, gathered
 
 
+def factors_with_scale(chunks: Sequence[nn.Module], number_format: str) -> Iterator[NamedTensor]:
+    """Yield `factors_of_this_rank` in a number format, `B` multiplied by the adapters' scale.
+
+    Rounded as in engines: first to the format, then the product.
+    """
+    dtype: torch.dtype = getattr(torch, number_format)
+    scale = adapters_in(chunks)[0].scale
+    for name, factor in factors_of_this_rank(chunks):
+        rounded = factor.to(dtype)
+        yield name, rounded * scale if ".lora_B." in name else rounded
+
+
 def _gathered(part: FactorPart) -> Tensor | None:
     """Return the full factor on the first rank of the first replica, and None on other ranks."""
     factor = part.factor

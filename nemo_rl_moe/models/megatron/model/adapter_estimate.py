@@ -12,8 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, chosen_sources
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
-from nemo_rl_moe.models.megatron.model.transformer_config import linear_layer_indices
+from nemo_rl_moe.models.layer_kinds import Mixer, mixers_of
+from nemo_rl_moe.models.megatron.layers.recurrent_sizes import recurrent_sizes
+from nemo_rl_moe.routing.routers import moe_layer_indices
+
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,35 @@ def adapter_parameters(
     return dense, experts
 
 
+def rounding_of_frozen_experts(config: TransformerConfig, layers: Iterable[int]) -> int:
+    """Return the bytes that torch's allocator adds to the matrices of the experts in these layers of a rank.
+
+    Trained weights are parts of one buffer, but each frozen matrix is a separate tensor.
+    """
+    num_layers = len({*layers} & {*moe_layer_indices(config)})
+    if not num_layers:
+        return 0
+    outputs = 2 if config.gated_linear_unit else 1
+    of_routed = (config.moe_latent_size or config.hidden_size) * config.moe_ffn_hidden_size
+    routed = of_routed // (config.expert_tensor_parallel_size or 1) * config.params_dtype.itemsize
+    added = config.num_moe_experts // config.expert_model_parallel_size * (_added(outputs * routed) + _added(routed))
+    if config.moe_shared_expert_intermediate_size is not None:
+        of_shared = config.hidden_size * config.moe_shared_expert_intermediate_size
+        shared = of_shared // config.tensor_model_parallel_size * config.params_dtype.itemsize
+        added += _added(outputs * shared) + _added(shared)
+    return num_layers * added
+
+
+def _added(num_bytes: int) -> int:
+    """Return the bytes by which torch's allocator rounds up.
+
+    From 10 MiB on (`kMinLargeAlloc` of CUDACachingAllocator) a tensor gets memory in units of 2 MiB (`kRoundLarge`). A
+    rest above 1 MiB (`kSmallSize`) goes to other tensors.
+    """
+    rest = -num_bytes % (2 * _MIB)
+    return rest if num_bytes >= 10 * _MIB and rest <= _MIB else 0
+
+
 def _count(place: str, linear: _Linear, lora: LoraConfig, layer: int, hf_config: Any, ranks: int) -> int:
     name = place.replace(ROUTED_EXPERTS, f"{ROUTED_EXPERTS}.0")
     rule = family_of(hf_config).rules.find(f"decoder.layers.{layer}.{name}.weight")
@@ -74,7 +106,7 @@ def _linear(config: TransformerConfig, place: str, layer: int, *, has_experts: b
     """Return the sizes of the linear layer with this name, or None if this decoder layer does not have it."""
     if place.startswith("self_attention."):
         of_kind = _latent_attention if config.multi_latent_attention else _attention
-        return (_delta_net if layer in linear_layer_indices(config) else of_kind)(config).get(place)
+        return (of_kind if mixers_of(config)[layer] is Mixer.ATTENTION else _recurrent)(config).get(place)
     if place == "mlp.router":
         return _Linear(config.hidden_size, config.num_moe_experts, None) if has_experts else None
     kind, _, linear = place.rpartition(".")
@@ -98,8 +130,8 @@ def _attention(config: TransformerConfig) -> dict[str, _Linear]:
     }
 
 
-def _delta_net(config: TransformerConfig) -> dict[str, _Linear]:
-    sizes = DeltaNetSizes.of(config, tensor=1)
+def _recurrent(config: TransformerConfig) -> dict[str, _Linear]:
+    sizes = recurrent_sizes(config, tensor=1)
     return {
         "self_attention.in_proj": _Linear(config.hidden_size, sum(sizes.projected), "outputs"),
         "self_attention.out_proj": _Linear(sizes.values, config.hidden_size, "inputs"),

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_moe.config.engine import EngineSize
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.models.megatron.model.memory_estimate import parameters_of_layers
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.routing.routers import moe_layer_indices
 from nemo_rl_moe.weight_sync.folder import BUCKET_BYTES, MAX_UNACKNOWLEDGED
 from nemo_rl_moe.weight_sync.transport_backends import DEVICE_BUCKET_BYTES
 

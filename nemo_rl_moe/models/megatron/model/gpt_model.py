@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's model chunks: Megatron-Core's GPTModel with the layer spec for the machine."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,14 +19,17 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.layer_kinds import Mixer, layers_with_mlp, mixers_of
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.cpu.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.deep_features import use_deep_layers
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import use_gated_delta_nets
 from nemo_rl_moe.models.megatron.layers.indexer import add_indexers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
-from nemo_rl_moe.models.megatron.layers.routers import limit_groups, noise_in_training_only
+from nemo_rl_moe.models.megatron.layers.mixers import use_mixers
+from nemo_rl_moe.models.megatron.layers.mtp import MtpLayers
+from nemo_rl_moe.models.megatron.layers.routers import limit_groups, noise_in_training_only, release_dispatches
+from nemo_rl_moe.models.megatron.layers.sparse_attention import set_choices, use_sparse_attention
 from nemo_rl_moe.models.megatron.layers.tree_attention import attend_along_trees
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
@@ -34,11 +37,10 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_duplicated_weights,
     mark_expert_parameters,
 )
-from nemo_rl_moe.models.megatron.model.transformer_config import (
-    layers_of_chunks,
-    linear_layer_indices,
-    use_transformer_engine,
-)
+from nemo_rl_moe.models.megatron.model.sparse_attention import chooses_tokens
+from nemo_rl_moe.models.megatron.model.stages import layers_of_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import num_trained_mtp_layers
+from nemo_rl_moe.models.megatron.model.transformer_engine import use_transformer_engine
 from nemo_rl_moe.models.megatron.model.value_head import ValueHead, add_value_head
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision, freeze_parts
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
@@ -52,6 +54,10 @@ def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> i
     return -(-vocabulary_size // tensor_parallel_size) * tensor_parallel_size
 
 
+_PADDING_MASK = 5
+"""Index of the padding mask of a rank's columns in the result of `GPTModel._preprocess`."""
+
+
 class _PolicyOutput:
     """Mixin of GPTModel with the outputs of a policy model:
 
@@ -59,12 +65,15 @@ class _PolicyOutput:
     - Logits are divided by the sampling temperature, because tokens are sampled from the policy at this temperature.
     - Entropies and values are computed on request. Values can replace the logits.
     - With `logprob_chunk_size`, logits exist for one chunk of tokens at a time.
+    - With layers of multi-token prediction (`mtp`), a training pass also predicts the tokens after the next one.
 
     Attributes:
         returns_hidden_states: Whether to return the final norm's output, [sequence, batch, hidden], without logits.
         entropy: Entropies of the last pass, [batch, sequence], with their graph. The code that reads them clears them.
         candidate_column: Column of token ids whose log-probabilities the training pass also computes, or None.
         candidates: Log-probabilities of the ids in `candidate_column`, [batch, sequence, k]. Cleared like `entropy`.
+        mtp_logprobs: Results of `MtpLayers.logprobs` of the last training pass. Cleared like `entropy`.
+        trains_mtp: Whether the model has trained layers of multi-token prediction, on any stage.
         model_columns: Name -> additional input of the microbatch. An input with a value per token has the shape
             `[rows, columns, ...]`, like the token ids, and is not split by sequence parallelism. Set
             on every pipeline stage during the forward pass, but empty during activation recomputation: read it before
@@ -80,10 +89,15 @@ class _PolicyOutput:
     candidate_column: str | None = None
     candidates: Tensor | None = None
     has_value_head: bool = False
+    is_classifier: bool = False
     value_head: ValueHead
     predicts_tokens: bool = True
     values: Tensor | None = None
+    mtp: MtpLayers  # only exists in a chunk that has the layers, because Megatron-Core's schedule looks for it
+    trains_mtp: bool = False
+    mtp_logprobs: Sequence[Tensor] = ()
     token_copies: Tensor | None = None
+    _padding_mask: Tensor | None = None
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
@@ -108,6 +122,8 @@ class _PolicyOutput:
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
+        if hasattr(self, "mtp"):
+            self._padding_mask = found[_PADDING_MASK]
         embeddings, angles, *others = found
         if angles is None or not isinstance(packed_seq_params, TreeSeqParams):  # None: latent attention has its own
             return tuple(found)
@@ -132,6 +148,8 @@ class _PolicyOutput:
             self.values = self.value_head(hidden_states)
             if not self.predicts_tokens:
                 return self.values
+        if hasattr(self, "mtp") and labels is not None:
+            self.mtp_logprobs = self.mtp.logprobs(self, hidden_states, labels, self._padding_mask, kwargs)
         predecessors = predecessors_of(kwargs.get("packed_seq_params"))
         in_chunks = predecessors is not None or (labels is not None and self._computes_in_chunks(labels))
         if labels is None or not self.post_process or not in_chunks:  # type: ignore[attr-defined]
@@ -187,12 +205,15 @@ def build_model_chunks(
     chunks = []
     for stage in range(virtual_stages or 1):
         chunk = _build_chunk(policy, config, hf_config, vp_stage=stage if virtual_stages else None)
+        if Head.LOGPROBS in heads and num_trained_mtp_layers(policy, hf_config):
+            add_mtp(chunk, policy, config, num_trained_mtp_layers(policy, hf_config))
         if not cpu_backend.ACTIVE:
             chunk.cuda(torch.cuda.current_device())
         mark_duplicated_weights(chunk)
         mark_expert_parameters(chunk)
         limit_groups(chunk, as_deepseek="moe_router_group_topk" in family_of(hf_config).router_fields)
         noise_in_training_only(chunk)
+        release_dispatches(chunk)
         mark_attention_sinks(chunk)
         if policy.megatron_cfg.freeze_moe_router:
             freeze_routers(chunk)
@@ -200,6 +221,16 @@ def build_model_chunks(
         add_value_head(chunk, heads)
         chunks.append(chunk)
     return chunks
+
+
+def add_mtp(chunk: GPTModel, policy: PolicyConfig, config: TransformerConfig, number: int) -> None:
+    """Add layers of multi-token prediction to the last stage's chunk, and mark the chunks of other stages."""
+    chunk.trains_mtp = True
+    if chunk.post_process:
+        block = _attention_block(policy, config, chunk.vp_stage, _uses_fast_modules(policy))
+        is_detached = policy.megatron_cfg.mtp_detach_heads
+        # Their decoder layers have the form of the model's last layer, but never a gated delta net.
+        chunk.mtp = MtpLayers(chunk, block.layer_specs[-1], block.layer_norm, number, is_detached=is_detached)
 
 
 def freeze_routers(model: torch.nn.Module) -> None:
@@ -210,7 +241,7 @@ def freeze_routers(model: torch.nn.Module) -> None:
 
 
 def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None) -> GPTModel:
-    fast = policy.megatron_cfg.layer_spec == "auto" and not use_transformer_engine(policy)
+    fast = _uses_fast_modules(policy)
     family = family_of(hf_config)
     has_vision = family.vision is not None
     classes = (VisionGPTModel, FastVisionGPTModel) if has_vision else (PolicyGPTModel, FastPolicyGPTModel)
@@ -237,23 +268,36 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
     if policy.shared_prefix is not False and use_transformer_engine(policy):
         attend_along_trees(chunk)
     add_indexers(chunk, hf_config)
+    if chooses_tokens(policy, hf_config):
+        set_choices(chunk, hf_config.index_topk)
     if has_vision:
         add_vision(chunk, hf_config, policy.init_seed)
     return chunk
 
 
+def _uses_fast_modules(policy: PolicyConfig) -> bool:
+    return policy.megatron_cfg.layer_spec == "auto" and not use_transformer_engine(policy)
+
+
 def _stretch_positions(chunk: GPTModel, hf_config: Any) -> None:
-    """Set the rotary frequencies of a model with scaled positions, unless multi-latent attention sets them."""
+    """Set the rotary frequencies of a model with scaled positions, unless multi-latent attention sets them.
+
+    Without rotation the frequencies are 0: cosines of 1 and sines of 0 leave queries and keys unchanged.
+    """
     if chunk.config.multi_latent_attention:
+        return
+    if not family_of(hf_config).rotates:
+        chunk.rotary_pos_emb.inv_freq = torch.zeros_like(chunk.rotary_pos_emb.inv_freq)
         return
     frequencies = inverse_frequencies(hf_config)
     if frequencies is not None:
         chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq)
 
 
-def _block_spec(
-    policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None, fast: bool
+def _attention_block(
+    policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None, fast: bool
 ) -> TransformerBlockSubmodules:
+    """Return the spec of a chunk's decoder with attention in every layer."""
     block: TransformerBlockSubmodules = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine(policy), normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -261,13 +305,20 @@ def _block_spec(
     needs_own_norms = config.sequence_parallel or config.layernorm_zero_centered_gamma
     if fast or (needs_own_norms and not use_transformer_engine(policy)):
         block = block_spec(config, block, fast=fast)
-    if config.multi_latent_attention:
-        block = use_latent_attention(block)
-    if linear := linear_layer_indices(config):
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        layers = layers_of_chunks(config, rank)[vp_stage or 0]
-        block = use_gated_delta_nets(block, [position for position, layer in enumerate(layers) if layer in linear])
+    return use_latent_attention(block) if config.multi_latent_attention else block
+
+
+def _block_spec(
+    policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None, fast: bool
+) -> TransformerBlockSubmodules:
+    block = _attention_block(policy, config, vp_stage, fast)
+    mixers, with_mlp = mixers_of(config), layers_with_mlp(config)
+    if any(mixer is not Mixer.ATTENTION for mixer in mixers):
+        layers = layers_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())[vp_stage or 0]
+        block = use_mixers(block, [mixers[layer] for layer in layers], [layer in with_mlp for layer in layers])
     family = family_of(hf_config)
+    if chooses_tokens(policy, hf_config):
+        block = use_sparse_attention(block)
     if family.normalizes_all_heads:
         block = normalize_all_heads(block)
     if family.vision is not None and parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):

@@ -13,19 +13,23 @@ from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig, generating
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.config.schema_policy import BASE_OF_ADAPTERS, FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
+from nemo_rl_moe.models.layer_kinds import Mixer, layers_with_mlp, mixers_of
 from nemo_rl_moe.models.megatron.layers.indexer import indexer_parameters
-from nemo_rl_moe.models.megatron.model.activation_estimate import head_activations, layer_activations
-from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters
+from nemo_rl_moe.models.megatron.layers.recurrent_sizes import recurrent_sizes
+from nemo_rl_moe.models.megatron.model.activation_estimate import (
+    head_activations,
+    layer_activations,
+    recomputed_activations,
+)
+from nemo_rl_moe.models.megatron.model.adapter_estimate import adapter_parameters, rounding_of_frozen_experts
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.releases import ADAM_COPIES_MOMENTS
-from nemo_rl_moe.models.megatron.model.transformer_config import (
-    layers_of_chunks,
-    linear_layer_indices,
-    moe_layer_indices,
-)
+from nemo_rl_moe.models.megatron.model.sparse_attention import choice_bytes
+from nemo_rl_moe.models.megatron.model.stages import layers_of_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import num_trained_mtp_layers
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
 from nemo_rl_moe.models.megatron.training.optimizer import CHUNK_PARAMETERS
+from nemo_rl_moe.routing.routers import moe_layer_indices
 
 _FLOAT32 = 4
 _MOMENT_BYTES = {"float32": _FLOAT32, "bfloat16": 2}
@@ -96,8 +100,13 @@ def rank_parameters(
     routers_frozen: bool = False,
     freeze: FreezeConfig | None = None,
     lora: LoraConfig | None = None,
+    mtp_layers: int = 0,
 ) -> Parameters:
-    """Count the parameters of a rank of a pipeline stage. All ranks of a stage hold the same number."""
+    """Count the parameters of a rank of a pipeline stage. All ranks of a stage hold the same number.
+
+    Args:
+        mtp_layers: Number of trained layers of multi-token prediction, which are on the last stage.
+    """
     cut = _Cut(
         config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     )
@@ -111,6 +120,12 @@ def rank_parameters(
     decoder = sum(
         (_layer(config, hf_config, index, cut, routers_frozen) for index in layers), start=Parameters(dense=ends)
     )
+    if is_last and mtp_layers:
+        layer = _layer(config, hf_config, _like_mtp_layers(config), cut, routers_frozen)
+        ends_of_layer = Parameters(dense=2 * config.hidden_size**2 + 3 * config.hidden_size)
+        decoder = sum([layer + ends_of_layer] * mtp_layers, start=decoder)
+        # With several stages, the last one has a copy of the embedding.
+        decoder += Parameters(frozen=0 if is_first else vocabulary)
     if freeze is not None and freeze.language_model:
         decoder = Parameters(frozen=decoder.total)
     if lora is not None:
@@ -120,6 +135,11 @@ def rank_parameters(
         )
         decoder = Parameters(dense, experts, decoder.total)
     return decoder + _vision(hf_config, freeze if lora is None else BASE_OF_ADAPTERS) if is_first else decoder
+
+
+def _like_mtp_layers(config: TransformerConfig) -> int:
+    """Return the index of a decoder layer with the form of layers of multi-token prediction."""
+    return max(index for index, mixer in enumerate(mixers_of(config)) if mixer is Mixer.ATTENTION)
 
 
 def _layers_of_stage(config: TransformerConfig, stage: int) -> list[int]:
@@ -136,17 +156,20 @@ def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
 
 def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
     indexer = indexer_parameters(hf_config) if index in family_of(hf_config).indexed_layers(hf_config) else 0
-    if index in linear_layer_indices(config):
-        net = DeltaNetSizes.of(config, cut.tensor).parameters(config.hidden_size)
-        attention = Parameters(net + 2 * config.hidden_size)
-    else:
+    mixer, has_mlp = mixers_of(config)[index], index in layers_with_mlp(config)
+    attention = Parameters(config.hidden_size * (has_mlp + (mixer is not None)))  # norms
+    if mixer is Mixer.ATTENTION:
         norms = _query_and_key_norms(config, hf_config)
-        attention = Parameters(
+        attention += Parameters(
             _attention(config, cut.tensor) + norms + _attention_vectors(config, cut.tensor), 0, indexer
         )
+    elif mixer is not None:
+        attention += Parameters(recurrent_sizes(config, cut.tensor).parameters(config.hidden_size))
+    if not has_mlp:
+        return attention
     biased = config.add_bias_linear
     if index not in moe_layer_indices(config):
-        matrices = _gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor
+        matrices = _mlp(config, config.hidden_size, config.ffn_hidden_size) // cut.tensor
         biases = 2 * config.ffn_hidden_size // cut.tensor + config.hidden_size if biased else 0
         return attention + Parameters(dense=matrices + biases)
     router = config.num_moe_experts * (config.hidden_size + (1 if biased else 0))
@@ -160,13 +183,13 @@ def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, rou
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
-    """Count the query, key, value and output matrices and the layer's norms."""
+    """Count the query, key, value and output matrices."""
     if config.multi_latent_attention:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
     keys = config.num_query_groups * config.kv_channels
     matrices = config.hidden_size * ((3 if config.attention_output_gate else 2) * queries + 2 * keys)
-    return int(matrices // tensor + 2 * config.hidden_size)
+    return int(matrices // tensor)
 
 
 def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
@@ -192,7 +215,7 @@ def _latent_attention(config: TransformerConfig, tensor: int) -> int:
     """Count the parameters of latent attention. Every rank holds the projections down to the latents in full."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-    replicated = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
+    replicated = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank
     up_from = hidden
     if config.q_lora_rank is not None:
         replicated += hidden * config.q_lora_rank + config.q_lora_rank
@@ -207,18 +230,18 @@ def _shared_experts(config: TransformerConfig, tensor: int) -> int:
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
     gate = config.hidden_size if config.moe_shared_expert_gate else 0
-    matrices = _gated_mlp(config.hidden_size, config.moe_shared_expert_intermediate_size)
+    matrices = _mlp(config, config.hidden_size, config.moe_shared_expert_intermediate_size)
     return int(projections + gate + matrices // tensor)
 
 
 def _routed_expert(config: TransformerConfig) -> int:
     size = config.moe_latent_size or config.hidden_size
     biases = 2 * config.moe_ffn_hidden_size + size if config.add_bias_linear else 0
-    return _gated_mlp(size, config.moe_ffn_hidden_size) + int(biases)
+    return _mlp(config, size, config.moe_ffn_hidden_size) + int(biases)
 
 
-def _gated_mlp(size: int, intermediate_size: int) -> int:
-    return 3 * size * intermediate_size
+def _mlp(config: TransformerConfig, size: int, intermediate_size: int) -> int:
+    return (3 if config.gated_linear_unit else 2) * size * intermediate_size
 
 
 @dataclass(frozen=True)
@@ -246,8 +269,8 @@ class WorkerMemory:
     Attributes:
         gradients: Megatron-Core's buffers: float32 with `grad_reduce_in_fp32`, else in the type of the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
-        activations_at_least: What one microbatch keeps for the backward pass (`activation_estimate`), and the output
-            layer on the last stage. A lower bound: the expert that most tokens choose decides what is recomputed.
+        activations_at_least: What one microbatch keeps for the backward pass (`activation_estimate`), and the larger of
+            a recomputed layer and the output layer on the last stage. A lower bound: the experts may be unbalanced.
         tower_activations: Lower bound of the vision tower's activations with the maximum number of patches. No sum
             includes it, because few microbatches have so many patches.
         snapshot: Copy for a checkpoint in host memory: this rank's share of the weights, and of the optimizer's state
@@ -302,6 +325,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         routers_frozen=megatron.freeze_moe_router,
         freeze=config.policy.frozen_parts,
         lora=config.policy.lora,
+        mtp_layers=num_trained_mtp_layers(config.policy, hf_config),
     )
     weight_bytes = transformer.params_dtype.itemsize
     gradient_bytes = _FLOAT32 if parallel.grad_reduce_in_fp32 else weight_bytes
@@ -310,6 +334,8 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         updated = -(-parameters.dense // (config.data_parallel_size * megatron.context_parallel_size))
         updated += -(-parameters.experts // expert_data_parallel_size(config))
     weights = parameters.total * weight_bytes
+    if config.policy.frozen_parts.language_model:
+        weights += rounding_of_frozen_experts(transformer, _layers_of_stage(transformer, stage))
     copies_reference = algorithm_of(config).needs_reference(config) and config.policy.lora is None
     optimizer = _optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes)
     is_moved = generates is not None and generates.offload_optimizer_for_generation
@@ -321,7 +347,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         optimizer=optimizer,
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
         tower_activations=_tower_activations(config, transformer, hf_config, stage),
-        key_value_cache=_key_value_cache(config, transformer, stage),
+        key_value_cache=_key_value_cache(config, transformer, hf_config, stage),
         reference_weights=weights if copies_reference else 0,
         snapshot=updated * weight_bytes + state if saved.enabled else 0,
         is_moved=is_moved,
@@ -394,10 +420,29 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     kept = sum(layer_activations(transformer, index, is_replayed=is_replayed).total for index in layers)
     # Tensor-parallel ranks share tokens (sequence parallelism), heads, and the logits (by vocabulary).
     found = tokens * kept // tensor
+    of_choice = choice_bytes(config.policy, hf_config, transformer.params_dtype.itemsize)
+    # Every tensor-parallel rank has the mask of all tokens. Recomputation keeps the mask of one layer at a time.
+    found += tokens * of_choice.mask * (1 if transformer.recompute_granularity == "full" else len(layers))
+    # Every rank has the replayed positions of all layers, as they come and as they are used.
+    found += tokens * 2 * of_choice.positions * len(family_of(hf_config).indexed_layers(hf_config))
+    has_adapters = config.policy.lora is not None and config.policy.lora.experts != "none"
+    of_layers = (recomputed_activations(transformer, index, are_experts_adapted=has_adapters) for index in layers)
+    at_once = tokens * max(of_layers, default=0) // tensor
     if stage == transformer.pipeline_model_parallel_size - 1:
-        vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor
-        found += head_activations(transformer, tokens, vocabulary, config.policy.logprob_chunk_size)
-    return found
+        has_logits = not algorithm_of(config).scores_sequences
+        vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor if has_logits else 0
+        head = head_activations(
+            transformer,
+            tokens,
+            vocabulary,
+            config.policy.logprob_chunk_size,
+            is_frozen=config.policy.frozen_parts.language_model,
+        )
+        if mtp_layers := num_trained_mtp_layers(config.policy, hf_config):
+            of_layer = layer_activations(transformer, _like_mtp_layers(transformer), is_replayed=False).total
+            head += mtp_layers * (head + tokens * of_layer // tensor)
+        at_once = max(at_once, head)
+    return found + at_once
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
@@ -409,16 +454,22 @@ def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_
     return vision.shape(hf_config).activations_at_least(patches, transformer.params_dtype.itemsize)
 
 
-def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:
-    """Return the bytes of the cache: keys and values up to the maximum length, and states of gated delta nets."""
+def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
+    """Return the bytes of the cache: keys and values up to the maximum length, also keys of indexers with the positions
+    that they choose under replay, and states of recurrent layers."""
     layers = _layers_of_stage(transformer, stage)
-    num_linear = len({*layers} & {*linear_layer_indices(transformer)})
+    mixers = [mixers_of(transformer)[layer] for layer in layers]
+    num_attention = mixers.count(Mixer.ATTENTION)
+    num_recurrent = len(mixers) - mixers.count(None) - num_attention
     groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
     # Latent attention caches keys and values, not latents.
     value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
     of_a_layer = groups * (transformer.kv_channels + value_dim) * transformer.params_dtype.itemsize
-    a_token = (len(layers) - num_linear) * of_a_layer
+    a_token = num_attention * of_a_layer
+    of_choice = choice_bytes(config.policy, hf_config, transformer.params_dtype.itemsize)
+    num_indexed = len({*layers} & {*family_of(hf_config).indexed_layers(hf_config)})
+    a_token += num_indexed * (of_choice.key + of_choice.positions)
     a_row = a_token * config.policy.max_total_sequence_length
-    if num_linear:
-        a_row += num_linear * DeltaNetSizes.of(transformer).state_bytes(transformer.params_dtype.itemsize)
+    if num_recurrent:
+        a_row += num_recurrent * recurrent_sizes(transformer).state_bytes(transformer.params_dtype.itemsize)
     return int(a_row * generation_batch_size(config))

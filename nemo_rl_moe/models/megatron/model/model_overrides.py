@@ -83,7 +83,7 @@ _NEED_MORE = {
     "delay_wgrad_compute": "belongs to overlap_moe_expert_parallel_comm, which is not supported",
     "defer_embedding_wgrad_compute": "needs Megatron-Core's output layer, which training replaces to save memory",
     "wgrad_deferral_limit": "belongs to defer_embedding_wgrad_compute, which is not supported",
-    "mtp_": "is not supported: layers of multi-token prediction are not built",
+    "mtp_": "is not supported: layers of multi-token prediction have the form of the model's files",
     "fp32_residual_connection": "is not supported: activations between layers have the type of policy.precision",
     "inference_": "belongs to Megatron-Core's own engine, which does not generate here",
     "flash_decode": "belongs to Megatron-Core's own engine, which does not generate here",

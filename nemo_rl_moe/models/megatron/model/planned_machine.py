@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import moe_utils
 
-from nemo_rl_moe.models.megatron.model import transformer_config as project_config
+from nemo_rl_moe.models.megatron.model import transformer_engine
 
 _RELEASE = (2, 14)
 """Assumed release of Transformer Engine."""
@@ -38,8 +38,8 @@ def planned_with_gpus() -> Iterator[None]:
     No model can be built from them here.
     """
     replaced: list[tuple[Any, str, Any]] = [
-        (project_config, "has_transformer_engine", lambda: True),
-        (project_config, "_transformer_engine_version", lambda: _RELEASE),
+        (transformer_engine, "has_transformer_engine", lambda: True),
+        (transformer_engine, "release", lambda: _RELEASE),
         (transformer_config, "is_te_min_version", _has_release),
         *((module, name, _not_here) for module, name in _KERNELS if getattr(module, name, None) is None),
     ]

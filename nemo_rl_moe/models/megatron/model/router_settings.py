@@ -14,14 +14,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import decoder_section
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS
 from nemo_rl_moe.models.megatron.model.transformer_config import (
-    BIAS_RATE,
     Z_LOSS,
     auxiliary_loss_names,
     effective_moe_configuration,
 )
+from nemo_rl_moe.models.megatron.model.transformer_problems import BIAS_RATE
 
 _CONFIG_DICT = Mapping[str, Any]
 # Settings that decide about routes, results or weights. All others only change how a router learns, or how the same
@@ -138,18 +139,28 @@ class ExportedConfig:
 
 
 def exported_config(
-    policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
+    policy: PolicyConfig,
+    hf_config: Any,
+    config_json: _CONFIG_DICT,
+    config: TransformerConfig,
+    *,
+    has_kept_tensors: bool = False,
 ) -> ExportedConfig:
     """Return the `config.json` of exported weights: the model's file with the run's router settings.
 
     Args:
         config_json: Content of the model's file.
         config: Effective settings of the run.
+        has_kept_tensors: Whether the exported folder contains the tensors of `ModelFamily.kept_tensors`.
     """
     family = family_of(hf_config)
     # The model's code files are not copied, and not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
-    content |= {name: value for name, value in family.exported_fields.items() if name in content}
+    section = content.get("text_config")
+    if not has_kept_tensors:
+        content |= _declared_absent(family, content)
+        if isinstance(section, Mapping):
+            content["text_config"] = {**section, **_declared_absent(family, section)}
     content["torch_dtype" if "torch_dtype" in content else "dtype"] = policy.precision
     if config.num_moe_experts is None:
         return ExportedConfig(content, ())
@@ -157,6 +168,11 @@ def exported_config(
         of_decoder, not_expressed = _with_settings(policy, hf_config, content["text_config"], config)
         return ExportedConfig(content | {"text_config": of_decoder}, not_expressed)
     return ExportedConfig(*_with_settings(policy, hf_config, content, config))
+
+
+def _declared_absent(family: ModelFamily, content: _CONFIG_DICT) -> dict[str, Any]:
+    """Return the fields that declare that the kept tensors are absent, if the file has these fields."""
+    return {name: value for name, value in family.exported_fields.items() if name in content}
 
 
 def _with_settings(

@@ -3,9 +3,11 @@
 """Models whose sequences can share the computation of a common prefix (`policy.shared_prefix`)."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.layer_kinds import recurrent_mixer
 
 
 def problems_with_shared_prefix(policy: PolicyConfig, fields: Mapping[str, Any], *, has_vision: bool) -> list[str]:
@@ -16,13 +18,7 @@ def problems_with_shared_prefix(policy: PolicyConfig, fields: Mapping[str, Any],
     """
     if policy.shared_prefix is False:
         return []
-    found = {
-        "gated delta nets": any(fields.get("linear_attention_freq") or ()),
-        "images": has_vision,
-    }
+    mixer = recurrent_mixer(SimpleNamespace(**fields))
+    found = ([] if mixer is None else [mixer.value]) + (["images"] if has_vision else [])
     got = str(policy.shared_prefix).lower()
-    return [
-        f"policy.shared_prefix: got {got}, expected false for a model with {name}"
-        for name, is_there in found.items()
-        if is_there
-    ]
+    return [f"policy.shared_prefix: got {got}, expected false for a model with {name}" for name in found]

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.interfaces import OF_VALUES, Head
 
 NAME = "value_head"
 PREFIX = f"{NAME}."
@@ -39,14 +39,15 @@ class ValueHead(torch.nn.Module):
 
 
 def add_value_head(chunk: GPTModel, heads: Collection[Head]) -> None:
-    """Add a value head to the last stage's chunk if `heads` has one.
+    """Add a value head to the last stage's chunk if one of `heads` needs it.
 
-    If the model predicts no tokens, its output layer is frozen, because it gets no gradient. Weight decay would change
+    With `Head.SCORE` the model is a sequence classifier: its exported folder has the value head and no output layer. If
+    the model predicts no tokens, its output layer is frozen, because it gets no gradient. Weight decay would change
     a trainable output layer nevertheless, and a wrapper that overlaps gradient reduction would wait for its gradient.
     """
-    if Head.VALUE not in heads or not chunk.post_process:
+    if OF_VALUES.isdisjoint(heads) or not chunk.post_process:
         return
     chunk.value_head, chunk.has_value_head = ValueHead(chunk.config).to(next(chunk.parameters()).device), True
-    chunk.predicts_tokens = Head.LOGPROBS in heads
+    chunk.predicts_tokens, chunk.is_classifier = Head.LOGPROBS in heads, Head.SCORE in heads
     if not chunk.predicts_tokens and not chunk.share_embeddings_and_output_weights:
         chunk.output_layer.weight.requires_grad_(False)

@@ -13,9 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.routing.metrics.routing_advantage import add_sequence_assignments
-from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
+from nemo_rl_moe.routing.routers import RouterLayer, moe_layer_indices, routed_experts, routers_of
 
 
 class AssignmentCounts:

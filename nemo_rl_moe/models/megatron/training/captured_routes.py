@@ -1,8 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of generation and log-probability passes, collected from all pipeline stages on the reporting rank."""
+"""Routes of generation and log-probability passes, collected from all pipeline stages on the reporting rank.
 
+The positions that indexers choose are collected in the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,8 +18,24 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut
-from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.routing.replay import UNKNOWN
+
+
+class CapturingHooks(Protocol):
+    """Hooks on the routers or indexers of a rank."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the model's layers with a router or an indexer."""
+
+    @property
+    def positions(self) -> list[list[int]]:
+        """For each chunk, the indices of its layers among `layers`."""
+
+    def shown(self) -> AbstractContextManager[None]: ...
+
+    def take(self) -> Mapping[int, Sequence[Any]]:
+        """Return index among `layers` -> choices of the passes since the last call, with an attribute `taken`."""
 
 
 class StagesOfLayers:
@@ -22,7 +44,7 @@ class StagesOfLayers:
     The stages are exchanged once, between the ranks of each pipeline.
     """
 
-    def __init__(self, hooks: RouterHooks, device: torch.device):
+    def __init__(self, hooks: CapturingHooks, device: torch.device):
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = self._group.rank()
         own = [position for positions in hooks.positions for position in positions]
@@ -53,6 +75,20 @@ class StagesOfLayers:
                 routes.index_copy_(-2, layers, received)
 
 
+class Capturing(NamedTuple):
+    """What a generation engine captures of the tokens' passes: routed experts, or positions of indexers.
+
+    Attributes:
+        topk: Number of chosen experts or positions of a token in a layer.
+        dtype: Type of their ids.
+    """
+
+    hooks: CapturingHooks
+    stages: StagesOfLayers
+    topk: int
+    dtype: torch.dtype
+
+
 _MOST_PASSES_KEPT = 64
 
 
@@ -63,8 +99,8 @@ class CapturedRoutes:
     the time of a pass over one token of each sequence.
     """
 
-    def __init__(self, hooks: RouterHooks, topk: int, device: torch.device):
-        self._hooks, self._topk, self._device = hooks, topk, device
+    def __init__(self, hooks: CapturingHooks, topk: int, device: torch.device, dtype: torch.dtype = torch.int16):
+        self._hooks, self._topk, self._device, self._dtype = hooks, topk, device, dtype
         self._own = sorted(position for positions in hooks.positions for position in positions)
         self._rows_of_slots: list[Int[np.ndarray, " rows"]] = []
         self._num_kept = 0  # passes whose routes are still in the hooks
@@ -94,7 +130,7 @@ class CapturedRoutes:
         chosen = [each.taken for position in self._own for each in taken[position][: self._num_kept]]
         self._num_kept = 0
         if chosen:  # none on a stage without MoE layers
-            self._joined.append(torch.cat(chosen).to(torch.int16).view(len(self._own), -1, self._topk))
+            self._joined.append(torch.cat(chosen).to(self._dtype).view(len(self._own), -1, self._topk))
 
     def sequences(
         self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
@@ -113,7 +149,7 @@ class CapturedRoutes:
             routes = torch.cat(self._joined, 1)
         else:
             shape = (len(self._hooks.layers), len(rows), self._topk)
-            routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=self._device)
+            routes = torch.full(shape, UNKNOWN, dtype=self._dtype, device=self._device)
             if self._joined:
                 own = torch.tensor(self._own, dtype=torch.long, device=self._device)
                 routes.index_copy_(0, own, torch.cat(self._joined, 1))

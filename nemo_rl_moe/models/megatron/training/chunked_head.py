@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.interfaces import OF_VALUES, Head
 from nemo_rl_moe.models.megatron.training.token_statistics import (
     LOWEST_LOG_PROBABILITY,
     TokenStatistics,
@@ -68,7 +68,7 @@ def statistics_of_heads(
             meaning.
         predecessors: For each label, the column whose hidden state predicts it. With None, it is the label's column.
     """
-    values = model.value_head(hidden_states) if Head.VALUE in heads else None
+    values = None if OF_VALUES.isdisjoint(heads) else model.value_head(hidden_states)
     if values is not None and Head.LOGPROBS not in heads:
         return TokenStatistics.of_values(values)
     found = chunked_token_statistics(
@@ -92,12 +92,14 @@ def chunked_token_statistics(
     with_entropy: bool = False,
     candidate_ids: Int[Tensor, "rows columns k"] | None = None,
     predecessors: Int[Tensor, " columns"] | None = None,
+    is_weight_frozen: bool = False,
 ) -> TokenStatistics:
     """Return the statistics of each target, differentiable with respect to hidden states and output weight.
 
-    The arguments are described in `statistics_of_heads`.
+    The arguments are described in `statistics_of_heads`. With `is_weight_frozen` the weight gets no gradient.
     """
     hidden, weight, head = _inputs_of_head(model, hidden_states, temperature, with_entropy=with_entropy)
+    weight = weight.detach() if is_weight_frozen else weight
     rows, columns = labels.shape
     if predecessors is not None:  # a prefix tree is one row
         hidden = hidden.index_select(0, predecessors)
@@ -215,6 +217,7 @@ class _ChunkedHead(torch.autograd.Function):
             of_chunks.append(
                 VocabularySums.of_columns(logits, labels[chunk], head.group, with_entropy=head.with_entropy)
             )
+            del logits  # before the next chunk's logits exist
         sums = VocabularySums.joined(of_chunks).of_group(head.group)
         found = sums.statistics()
         ctx.head = head
@@ -260,6 +263,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.addmm_(of_logits.T, hidden[chunk])
             elif grad_weight is not None:
                 grad_weight += of_logits.T @ hidden[chunk]
+            del of_logits  # before the next chunk's logits exist
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 

@@ -10,21 +10,27 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
-from nemo_rl_moe.routing.routers import RouterLayer, mask_of_call, routed_experts, routers_of, token_copies
+from nemo_rl_moe.routing.routers import (
+    RouterLayer,
+    mask_of_call,
+    moe_layer_indices,
+    routed_experts,
+    routers_of,
+    token_copies,
+)
 
 
 def attach_expert_load_recorder(
     chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device
 ) -> ExpertLoadRecorder | None:
-    """Return a recorder that sees every router call, or None for a model without MoE layers."""
+    """Return a recorder that sees every call of the decoder's routers, or None for a model without MoE layers."""
     positions = {layer: position for position, layer in enumerate(moe_layer_indices(config))}
     if not positions:
         return None
     recorder = ExpertLoadRecorder(len(positions), config.num_moe_experts, device)
     for chunk in chunks:
-        for layer, router in routers_of(chunk):
+        for layer, router in routers_of(chunk.decoder):
             assert isinstance(layer.key, int)  # Megatron-Core numbers its layers
             router.register_forward_hook(_recording_hook(recorder, positions[layer.key], layer), with_kwargs=True)
     return recorder

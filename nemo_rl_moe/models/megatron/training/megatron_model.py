@@ -3,7 +3,7 @@
 """One rank's model for forward passes, with generation, refits and saved weights. The module does not depend on Ray."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,40 +12,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
+from torch.utils._pytree import tree_map_only
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import IN_PLACE, RowStore, StoredRows
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_kept_tokens, store_routes
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_captured, store_kept_tokens
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.flops import forward_flops
 from nemo_rl_moe.models.interfaces import Head, LossFunction
+from nemo_rl_moe.models.kept_tensors import find_kept
 from nemo_rl_moe.models.kept_tokens import check_kept_tokens
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.layers.router_losses import RouterLosses
-from nemo_rl_moe.models.megatron.layers.routers import release_dispatches
 from nemo_rl_moe.models.megatron.lora.attach import add_adapters
 from nemo_rl_moe.models.megatron.lora.changes import changed_by_adapters
 from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, load_adapter, write_adapter
 from nemo_rl_moe.models.megatron.lora.probe import AdapterProbe
-from nemo_rl_moe.models.megatron.lora.transfer import factors_of_this_rank, load_factors
+from nemo_rl_moe.models.megatron.lora.transfer import factors_of_this_rank, factors_with_scale, load_factors
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
+from nemo_rl_moe.models.megatron.model.sparse_attention import indexer_flops
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     attention_windows,
     build_transformer_config,
     effective_moe_configuration,
 )
 from nemo_rl_moe.models.megatron.model.vision_model import pixels_per_token_of_positions
-from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
+from nemo_rl_moe.models.megatron.training.captured_routes import Capturing, StagesOfLayers, routes_of_microbatch
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
+from nemo_rl_moe.models.megatron.training.indexer_hooks import attach_indexer_hooks
+from nemo_rl_moe.models.megatron.training.measurements import Measurement, Result, token_logprobs
 from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules
 from nemo_rl_moe.models.megatron.training.router_hooks import attach_hooks
 from nemo_rl_moe.models.megatron.weights.hf_broadcast import tensors_on_every_rank
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.hf_receive import load_tensors
+from nemo_rl_moe.models.megatron.weights.hf_sources import is_of_main_model
 from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.models.peft_files import ADAPTER_FOLDER
@@ -68,6 +73,8 @@ class MegatronModel:
         num_updates: Number of optimizer steps that changed the weights: the weights' version.
     """
 
+    is_trainer = False
+
     def __init__(
         self,
         policy: PolicyConfig,
@@ -83,7 +90,16 @@ class MegatronModel:
         self.coordinates = project_parallel_state.parallel_coordinates()
         self.config = build_transformer_config(policy, hf_config)
         self.chunks = build_model_chunks(policy, self.config, hf_config, heads)
-        self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
+        self.notices = set_starting_weights(
+            self.chunks,
+            self.config,
+            hf_config,
+            weights_folder,
+            policy.init_seed,
+            skips_mtp=not (self.is_trainer and Head.LOGPROBS in heads),
+        )
+        self._trains_mtp = any(chunk.trains_mtp for chunk in self.chunks)
+        self._kept = None if self._trains_mtp else find_kept(weights_folder, hf_config)
         self.adapters = None
         if policy.lora is not None:
             self.adapters = add_adapters(self.chunks, self.config, hf_config, policy.lora, policy.init_seed)
@@ -95,6 +111,7 @@ class MegatronModel:
             chunk.temperature = temperature
         self.modules: Sequence[MegatronModule] = half_precision_modules(self.config, self.chunks)
         self._hooks = attach_hooks(self.chunks, self.config, policy, self.device)
+        indexers = attach_indexer_hooks(self.chunks, policy, hf_config, self.device)
         self._router_losses = RouterLosses(self.chunks, self.config)
         self._forward_backward = ForwardBackward(
             config=self.config,
@@ -104,11 +121,23 @@ class MegatronModel:
             device=self.device,
             temperature=temperature,
             hooks=self._hooks,
+            indexer_hooks=indexers,
             pixels_per_token=pixels_per_token_of_positions(hf_config),
+            mtp_loss_weight=policy.megatron_cfg.mtp_loss_scaling_factor,
         )
         self._stages = None if self._hooks is None else StagesOfLayers(self._hooks, self.device)
+        topk = int(self.config.moe_router_topk)
         self._generator = MegatronGenerator(
-            self.chunks, self.config, tokenizer, self.device, hooks=self._hooks, stages=self._stages
+            self.chunks,
+            self.config,
+            tokenizer,
+            self.device,
+            routers=None
+            if self._hooks is None or self._stages is None
+            else Capturing(self._hooks, self._stages, topk, torch.int16),
+            indexers=None
+            if indexers is None
+            else Capturing(indexers, StagesOfLayers(indexers, self.device), indexers.topk, torch.int32),
         )
         self._probe = AdapterProbe(self.chunks)
         self.num_updates = 0
@@ -129,7 +158,12 @@ class MegatronModel:
             moe_configuration=effective_moe_configuration(self.config),
             moe_configuration_sources=setting_sources(self.policy, self.hf_config, config_json, self.config),
             notices=self.notices,
-            forward_flops=forward_flops(self.config, self.hf_config.vocab_size, attention_windows(self.config)),
+            forward_flops=forward_flops(
+                self.config,
+                self.hf_config.vocab_size,
+                attention_windows(self.config),
+                indexer_flops(self.policy, self.hf_config),
+            ),
             gpu=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
         )
 
@@ -139,68 +173,21 @@ class MegatronModel:
         self._evaluation_mode()
         with torch.no_grad():
             results = self._forward_backward.evaluate(self.modules, shard, loss_function)
-        release_dispatches(self.chunks)
         return self._series(results)
 
+    def measure(self, microbatches: Sequence[TokenBatch], measurement: Measurement[Result]) -> list[Result]:
+        """Return the measurement of each microbatch, in host memory.
+
+        Ranks without the loss (`coordinates.reports_loss`) return an empty list.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.measure(self.modules, self._fetched(microbatches), measurement)
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, found) if self.coordinates.reports_loss else []
+
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return for each microbatch the log-probability of every token given its prefix, `[sequences, longest]`.
-
-        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
-        """
-        return self._on_host(self._forward_backward.logprobs, microbatches)
-
-    def score_norms(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return for each microbatch the `score_norms` of every token given its prefix, `[sequences, longest]`.
-
-        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
-        """
-        return self._on_host(self._forward_backward.score_norms, microbatches)
-
-    def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return for each microbatch the value of every token's prefix, `[sequences, longest]`.
-
-        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
-        """
-        return self._on_host(self._forward_backward.values, microbatches)
-
-    def scores(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return for each microbatch the value head's output at each sequence's last token, `[sequences, 1]`.
-
-        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
-        """
-        return self._on_host(self._forward_backward.scores, microbatches)
-
-    def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return for each microbatch the log-probabilities of each token's candidates, `[sequences, longest, k]`.
-
-        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
-        """
-        return self._on_host(self._forward_backward.candidate_logprobs, microbatches)
-
-    def _on_host(
-        self,
-        measure: Callable[[Sequence[MegatronModule], Sequence[TokenBatch]], list[torch.Tensor]],
-        microbatches: Sequence[TokenBatch],
-    ) -> list[torch.Tensor]:
-        self._evaluation_mode()
-        with torch.no_grad():
-            found = measure(self.modules, self._fetched(microbatches))
-        release_dispatches(self.chunks)
-        return [values.cpu() for values in found] if self.coordinates.reports_loss else []
-
-    def top_candidates(
-        self, microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each microbatch the likeliest tokens at the position of each token, and their log-probabilities.
-
-        Both are `[sequences, longest, k]` in host memory. Ranks without the loss (`coordinates.reports_loss`) return an
-        empty list.
-        """
-        self._evaluation_mode()
-        with torch.no_grad():
-            found = self._forward_backward.top_candidates(self.modules, self._fetched(microbatches), k, vocabulary_size)
-        release_dispatches(self.chunks)
-        return [(ids.cpu(), logprobs.cpu()) for ids, logprobs in found] if self.coordinates.reports_loss else []
+        """Return `token_logprobs` of each microbatch, `[sequences, longest]`, as `measure` does."""
+        return self.measure(microbatches, token_logprobs)
 
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:
         """Return `logprobs`, and each sequence's routed experts in the store, in the order of the microbatches."""
@@ -233,7 +220,7 @@ class MegatronModel:
             request = request.fetched(self._store.fetch)
         self._evaluation_mode()
         found = self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
-        return store_kept_tokens(store_routes(found, self._store), self._store)
+        return store_kept_tokens(store_captured(found, self._store), self._store)
 
     def send_weights(self, transfer: TransportSpec, altered: bool = False) -> int:
         """Send this rank's part of the weights to the workers of a generation engine. Return the number of sent bytes.
@@ -281,12 +268,14 @@ class MegatronModel:
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
         """Return name -> fingerprint for this rank's part of the merged weights. Every rank calls it.
 
-        If the engine gets the adapters, base and adapters have separate fingerprints.
+        If the engine gets the adapters, base and adapters have separate fingerprints. `B` is multiplied by the scale,
+        so that a wrong scale shows too.
         """
-        merged = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config)
+        of_main = partial(is_of_main_model, hf_config=self.hf_config)
+        merged = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config, of_main)
         if self.adapters is None or not self._sends_adapters:
             return self._fingerprints(merged(), number_format)
-        found = self._fingerprints(factors_of_this_rank(self.chunks), number_format)
+        found = self._fingerprints(factors_with_scale(self.chunks, number_format), number_format)
         with self.adapters.off():
             return found | self._fingerprints(merged(), number_format)
 
@@ -306,10 +295,20 @@ class MegatronModel:
     def _sent_tensors(self, *, on_device: bool, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors that this rank sends to an engine."""
         if self._sends_adapters:
-            return factors_of_this_rank(self.chunks)
+            return self._adapters_and_missing_base(changed_only=changed_only)
         gather = tensors_on_every_rank if on_device else tensors_of_this_rank
-        is_wanted = changed_by_adapters(self.chunks) if changed_only else (lambda name: True)
+        of_main = partial(is_of_main_model, hf_config=self.hf_config)
+        is_wanted = changed_by_adapters(self.chunks) if changed_only else of_main
         return gather(self.chunks, self.config, self.hf_config, is_wanted)
+
+    def _adapters_and_missing_base(self, *, changed_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapters' factors, after the base if the engine has not got it yet."""
+        generates = generating(self.policy)
+        if generates is not None and generates.generation.engine.lacks_base and not changed_only:
+            assert self.adapters is not None  # the caller sends them
+            with self.adapters.off():
+                yield from tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        yield from factors_of_this_rank(self.chunks)
 
     def begin_probe(self) -> None:
         """Change the adapters' values until `end_probe`, to check that an engine uses the adapters."""
@@ -325,6 +324,8 @@ class MegatronModel:
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Write the weights as a Hugging Face folder. Adapters are merged, and also written to a subfolder.
+
+        Tensors that the model does not load (`find_kept`) are copied from the folder of the initial weights.
 
         Every rank calls it.
 
@@ -343,7 +344,7 @@ class MegatronModel:
                 base = self.policy.model_name
                 write_adapter(staging / ADAPTER_FOLDER, factors, lora, self.hf_config, base, "fused")
 
-        return save_weights(self.chunks, self.config, self.hf_config, folder, write_other_files)
+        return save_weights(self.chunks, self.config, self.hf_config, folder, write_other_files, kept=self._kept)
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
         """Return the microbatches with their stored columns, and with images if the rank reads images."""

@@ -37,6 +37,13 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
     return by_column.flatten(0, 1)
 
 
+@dataclass
+class HostSeqParams(PackedSeqParams):
+    """Boundaries of packed sequences, on the host too. Megatron-Core takes the fields of the base class."""
+
+    bounds_on_host: Sequence[int] | None = None
+
+
 class Copies(NamedTuple):
     """Tokens of packed sequences whose token of the prefix tree is in a rank's block.
 
@@ -318,12 +325,13 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         position_ids=cut(position_ids),
         offsets=cut(positions),
         padding_mask=cut.mask(is_padding),
-        packed_seq_params=PackedSeqParams(
+        packed_seq_params=HostSeqParams(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
             cu_seqlens_kv=boundaries,
             max_seqlen_q=max(segments),
             max_seqlen_kv=max(segments),
+            bounds_on_host=[0, *accumulate(segments)],
         ),
         sequence_start=to_device(torch.tensor(starts), device),
         batch=batch.for_loss().to(device),

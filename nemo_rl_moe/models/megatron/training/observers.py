@@ -15,12 +15,12 @@ from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.moe_metrics import get_moe_metrics
 from nemo_rl_moe.models.megatron.training.expert_advantages import ExpertAdvantageRecorder
 from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_recorder
 from nemo_rl_moe.models.megatron.training.expert_writers import ExpertWriterRecorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
+from nemo_rl_moe.models.megatron.training.indexer_hooks import IndexerHooks
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank
 from nemo_rl_moe.models.megatron.training.routing_confidence import RoutingConfidence
@@ -28,6 +28,7 @@ from nemo_rl_moe.models.megatron.training.shared_expert_gates import SharedExper
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.routing.metrics.rollout_load import rollout_load_metrics
+from nemo_rl_moe.routing.routers import moe_layer_indices
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
 
 
@@ -53,7 +54,7 @@ def make_observers(
             RouterGradients(passes, ddp_chunks, gradients.every_n_steps, gradients.num_microbatches, per_layer)
         )
     if passes.hooks is not None:
-        observers.append(RoutingReports(passes.hooks, per_layer=per_layer))
+        observers.append(RoutingReports(passes.hooks, passes.indexer_hooks, per_layer=per_layer))
     if megatron.track_moe_metrics:
         observers += [ExpertLoadReports(chunks, passes, megatron, per_layer=per_layer), ExpertBiasReports(expert_bias)]
         observers.append(RoutingConfidence(chunks, config, device, per_layer=per_layer))
@@ -114,19 +115,27 @@ class ExpertLoadReports(StepObserver):
 
 
 class RoutingReports(StepObserver):
-    """Report on a step's captured experts, and on the agreement of the routers' free choices with them."""
+    """Report on a step's captured experts, and on the agreement of the routers' free choices with them.
 
-    def __init__(self, hooks: RouterHooks, *, per_layer: bool):
-        self._hooks, self._per_layer = hooks, per_layer
+    Captured positions of indexers are reported too.
+    """
+
+    def __init__(self, hooks: RouterHooks, indexers: IndexerHooks | None, *, per_layer: bool):
+        self._hooks, self._indexers, self._per_layer = hooks, indexers, per_layer
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
         self._hooks.start_step(len(shards))
+        if self._indexers is not None:
+            self._indexers.start_step(len(shards))
 
     def end_step(self) -> StepObservations:
         """Return the report on rank 0. It is empty if the batch has no routes."""
         report = self._hooks.report(per_layer=self._per_layer)
+        of_indexers = None if self._indexers is None else self._indexers.report(per_layer=self._per_layer)
         if report is None:
             return StepObservations()
+        if of_indexers is not None:
+            report = report.with_more(of_indexers.metrics, of_indexers.anomalies)
         load = rollout_load_metrics(report.totals.captured_experts, report.layers, per_layer=self._per_layer)
         return StepObservations(report.metrics | load, {ROUTING.name: report})
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs, needs_of
-from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names, moe_layer_indices
+from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
 from nemo_rl_moe.models.megatron.training.router_loss_check import RouterLossCheck
@@ -33,7 +33,7 @@ from nemo_rl_moe.routing.metrics.gradient_sources import (
     gradient_metrics,
     inner_products,
 )
-from nemo_rl_moe.routing.routers import routers_of
+from nemo_rl_moe.routing.routers import moe_layer_indices, routers_of
 
 _ROUNDING = {True: 1e-4, False: 0.05}
 """Whether training is in float32 -> smallest norm of the balancing losses' gradient that is compared, relative to the
@@ -66,6 +66,8 @@ class RouterGradients(StepObserver):
         self._routers = placed_routers(chunks, config)
         # With jitter the router changes its recorded input. For other score functions no paper defines the losses.
         is_known = config.moe_input_jitter_eps is None and config.moe_router_score_function in ("softmax", "sigmoid")
+        # Otherwise the last router's gradient has a part from the router of the layer after it.
+        is_known = is_known and not any(_mtp_trains_the_model(chunk) for chunk in chunks)
         last = dict(self._routers).get(len(self._layers) - 1) if is_known else None
         self._check = RouterLossCheck(last, config, cut_of_rank(config), passes.device)
         self.sources = sources_of(config)
@@ -101,7 +103,9 @@ class RouterGradients(StepObserver):
         shape = (len(self.sources), len(self._layers), config.num_moe_experts, config.hidden_size)
         parts = torch.zeros(shape, dtype=torch.float32, device=self._device)
         for source, of_source in zip(self.sources, parts, strict=True):
-            trained = loss_function if source == POLICY else _WithoutGradient(loss_function)
+            is_policy = source == POLICY
+            trained = loss_function if is_policy else _WithoutGradient(loss_function)
+            passes = self._passes if is_policy else replace(self._passes, mtp_loss_weight=0.0)
             weights = [router.weight for _, router in self._routers]
             with (
                 side_pass(self._chunks, config),
@@ -109,7 +113,7 @@ class RouterGradients(StepObserver):
                 _only_auxiliary_losses_of(source, config),
                 _gradients_of(weights) as gradients,
             ):
-                self._passes.train(self._chunks, shard, trained, num_microbatches=self._number_of(shard))
+                passes.train(self._chunks, shard, trained, num_microbatches=self._number_of(shard))
                 for (position, _), gradient in zip(self._routers, gradients(), strict=True):
                     of_source[position] = gradient
         return parts.mul_(share_of_rank(config))
@@ -139,6 +143,12 @@ class RouterGradients(StepObserver):
         if self._config.virtual_pipeline_model_parallel_size is not None:
             wanted = round_up(wanted, self._config.pipeline_model_parallel_size)
         return min(wanted, available)
+
+
+def _mtp_trains_the_model(chunk: DistributedDataParallel) -> bool:
+    """Return whether a chunk has layers of multi-token prediction whose losses have gradients in the decoder."""
+    mtp = getattr(unwrap_model(chunk), "mtp", None)
+    return mtp is not None and not mtp.is_detached
 
 
 def placed_routers(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> list[tuple[int, Any]]:

@@ -23,7 +23,6 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import (
     ModelMicrobatch,
     SequenceCut,
@@ -43,7 +42,7 @@ from nemo_rl_moe.routing.replay import (
     RouterHook,
     experts_as_map,
 )
-from nemo_rl_moe.routing.routers import routers_of
+from nemo_rl_moe.routing.routers import moe_layer_indices, routers_of
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 
 CountedLoad = Literal["live", "replayed"]

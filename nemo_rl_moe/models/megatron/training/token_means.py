@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
+from nemo_rl_moe.routing.routers import moe_layer_indices
 
 
 class TokenMeans(StepObserver):

@@ -23,7 +23,8 @@ from nemo_rl_moe.models.interfaces import Head, LossFunction, reduction_of
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
-from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing, release_dispatches
+from nemo_rl_moe.models.megatron.layers.mtp import share_embedding
+from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
 from nemo_rl_moe.models.megatron.training.host_state import HostState
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.observers import make_observers
@@ -74,6 +75,8 @@ class MegatronTrainer(MegatronModel):
         reports_moe_metrics: Whether results contain the MoE metrics. There are thousands of them, the same on all
             ranks: with a thousand ranks the driver would read 100 MB per step, and keep only the first rank's.
     """
+
+    is_trainer = True
 
     def __init__(
         self,
@@ -126,7 +129,6 @@ class MegatronTrainer(MegatronModel):
             updates.append(self._update(shard, loss_function, first_microbatch=num_microbatches))
             num_microbatches += len(shard.microbatches)
         gather_weights(self.ddp_chunks)
-        release_dispatches(self.ddp_chunks)
         observed = [observer.end_step() for observer in self.observers]
         reported = observed if self.reports_moe_metrics else []
         trained = [update for update in updates if update.has_targets]
@@ -148,6 +150,9 @@ class MegatronTrainer(MegatronModel):
         )
 
     def _update(self, shard: GlobalBatchShard, loss_function: LossFunction, *, first_microbatch: int) -> _Update:
+        if self._trains_mtp:
+            gather_weights(self.ddp_chunks)  # the embedding may still be on its way to this rank
+            share_embedding(self.chunks)
         for observer in self.observers:
             observer.start_global_batch(shard, loss_function)
         zero_gradients(self.ddp_chunks)

@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_rl_moe.atomic_writes import delete, put_in_place
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.models.kept_tensors import kept_bands, kept_headers
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, gather_tensors, plan_deliveries
 from nemo_rl_moe.models.safetensors_files import (
@@ -27,7 +28,7 @@ from nemo_rl_moe.models.safetensors_files import (
     index_of,
     split_into_files,
 )
-from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
+from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, SafetensorsFolder, one_line
 
 
 def save_weights(
@@ -37,16 +38,19 @@ def save_weights(
     folder: Path,
     write_beside: Callable[[Path], None],
     *,
+    kept: SafetensorsFolder | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
+    """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, or, of a classifier,
+    `AutoModelForSequenceClassification.from_pretrained`. Every rank calls it.
 
     All ranks must share the file system. They write to `FOLDER.incomplete`, which replaces an older folder once it is
     complete.
 
     Args:
         write_beside: Function that writes all files except the weights into the folder, on rank 0.
+        kept: Tensors of the model's folder that are copied unchanged. The ranks share the work.
 
     Returns:
         The names of parameters for which the family has no tensor.
@@ -56,7 +60,9 @@ def save_weights(
     """
     staging = folder.with_name(folder.name + ".incomplete")
     deliveries, without_rule = plan_deliveries(chunks, config, hf_config)
+    own_kept = kept_headers(kept)[dist.get_rank() :: dist.get_world_size()]
     own_files = split_into_files((delivery.header for delivery in deliveries if delivery.is_mine), max_shard_bytes)
+    own_files += split_into_files(own_kept, max_shard_bytes)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (own_files, without_rule))
     files = [(rank, tensors) for rank, (of_rank, _) in enumerate(of_ranks) for tensors in of_rank]
@@ -64,7 +70,8 @@ def save_weights(
     _agree(folder, staging, _on_rank_0(lambda: _begin(staging, named, write_beside)))
     mine = {name: tensors for name, (rank, tensors) in named.items() if rank == dist.get_rank()}
     writer = SafetensorsWriter(staging, mine)
-    _agree(folder, staging, _write(deliveries, hf_config, staging, writer, has_files=bool(mine), progress=progress))
+    bands = iter(()) if kept is None else kept_bands(kept, own_kept)
+    _agree(folder, staging, _write(deliveries, hf_config, staging, writer, bands, progress=progress))
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, writer.parts)
 
@@ -147,20 +154,26 @@ def _write(
     hf_config: Any,
     staging: Path,
     writer: SafetensorsWriter,
+    kept: Iterator[Tensor],
     *,
-    has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Write this rank's files, and return the problem or None. After a failure, the rank only joins in collectives."""
+    """Write this rank's files, and return the problem or None. After a failure, the rank only joins in collectives.
+
+    `kept` has the entries of tensors that are written after the model's.
+    """
     failure = SharedFailure()
     with failure.caught():
-        if has_files and not staging.is_dir():
+        if not writer.is_complete and not staging.is_dir():
             raise FileNotFoundError(f"there is no folder {staging}; all ranks must share it")
     for number, delivery in enumerate(deliveries, start=1):
         for entry in gather_tensors(delivery, hf_config, failure):
             with failure.caught():
                 writer.write(entry.cpu())
         progress(number / len(deliveries))
+    with failure.caught():
+        for band in () if failure.has_failed else kept:
+            writer.write(band)
     with failure.caught():
         writer.close()
     # If another rank has failed, that rank reports the failure.

@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.models.families.rules import Rule
+from nemo_rl_moe.models.families.rules import rule as tensor_rule
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
-from nemo_rl_moe.models.megatron.weights.hf_sources import rule_of, source_parts
+from nemo_rl_moe.models.megatron.weights.hf_sources import OUTPUT_LAYER, copies_of, source_parts, written_rule_of
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.safetensors_files import TensorHeader
 
@@ -99,18 +100,21 @@ def plan_deliveries(
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
     without_rule = []
+    is_classifier = any(chunk.is_classifier for chunk in chunks)
+    copies = copies_of(chunks, hf_config)
     for piece in parameter_pieces(chunks, config):
-        rule = rule_of(piece, hf_config)
+        rule = written_rule_of(piece, hf_config, is_classifier=is_classifier)
         if rule is None:
             without_rule.append(piece.name)
             continue
-        if hf_config.tie_word_embeddings and piece.name == "output_layer.weight":
+        if piece.name == OUTPUT_LAYER and (is_classifier or hf_config.tie_word_embeddings):
             continue
-        parts = source_parts(piece, rule, rule.sources, hf_config, config.num_moe_experts)
-        for part in {part.source.name: part for part in parts}.values():
-            name = part.source.name
-            items.setdefault(name, []).append((piece, rule))
-            headers[name] = TensorHeader(name, part.shape, piece.exported_type), part.source.is_stacked
+        for each in (rule, *map(tensor_rule, copies.get(piece.name, ()))):
+            parts = source_parts(piece, each, each.sources, hf_config, config.num_moe_experts)
+            for part in {part.source.name: part for part in parts}.values():
+                name = part.source.name
+                items.setdefault(name, []).append((piece, each))
+                headers[name] = TensorHeader(name, part.shape, piece.exported_type), part.source.is_stacked
     # Files begin with the larger types.
     names = sorted(filter(is_wanted, items), key=lambda name: -headers[name][0].dtype.itemsize)
     by_expert = {name: tuple(sorted(items[name], key=lambda item: item[1].expert or 0)) for name in names}

@@ -18,17 +18,23 @@ from nemo_rl_moe.checksums import ACCEPTING
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.rules import ROTARY_BUFFERS, Rows, Rule
-from nemo_rl_moe.models.families.rules import rule as tensor_rule
 from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
-from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
+from nemo_rl_moe.models.megatron.weights.hf_sources import (
+    CLASSIFIER_HEAD,
+    OUTPUT_LAYER,
+    SourcePart,
+    copies_of,
+    rule_of,
+    source_parts,
+)
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
-from nemo_rl_moe.models.safetensors_files import MOST_MAPPED_BYTES, TYPES, SliceReader
-from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one_line
+from nemo_rl_moe.models.safetensors_files import MOST_MAPPED_BYTES, TYPES, SliceReader, type_problems
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, count_of, listed, one_line
 
-_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
-CLASSIFIER_HEAD = tensor_rule("score.weight")
-"""The head of transformers' `ForSequenceClassification` with one label, which is a value head."""
+_EMBEDDING = "embedding.word_embeddings.weight"
+KEPT = "of multi-token prediction (MTP) layers, kept unchanged in exported folders and not trained"
+_COPY = "a copy of the model's embedding or output layer, exported as these are trained"
 _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
@@ -36,41 +42,44 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
     """Return a mapping: regular expression of tensor names -> reason why a model with this configuration ignores these
     tensors."""
     family = family_of(hf_config)
-    output = family.rules.find(_OUTPUT_LAYER) if hf_config.tie_word_embeddings else None
+    output = family.rules.find(OUTPUT_LAYER) if hf_config.tie_word_embeddings else None
     tied = {} if output is None else {re.escape(source.name): _TIED for source in output.sources}
     return {**ROTARY_BUFFERS, **tied, **family.unused_tensors(hf_config)}
 
 
 def sort_out(
-    folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
+    folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str], kept: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Compare a folder's tensors with the wanted tensors. Return problems, and lines on ignored tensors.
+    """Compare a folder's tensors with the wanted tensors. Return problems, and lines on tensors that are not loaded.
 
     Args:
         wanted: Name -> full shape of each tensor that a rank needs.
         unused: Result of `unused_patterns`.
+        kept: Patterns of the tensors that are only copied (`ModelFamily.kept_tensors`).
     """
     problems = []
     missing = sorted(wanted.keys() - folder.tensors.keys())
     if missing:
-        text = f"{_count(missing)} missing: {listed(missing)}"
+        text = f"{count_of(missing)} missing: {listed(missing)}"
         unindexed = [name for name in missing if name in folder.without_entry]
         if unindexed:
             file = folder.without_entry[unindexed[0]]
             text += f"; the index has no entry for {listed(unindexed)}, though {file} holds {unindexed[0]}"
         problems.append(text)
     ignored: dict[str, list[str]] = {}
+    copied = sorted(folder.only(kept).tensors.keys() - wanted.keys())
     extra = []
-    for name in sorted(folder.tensors.keys() - wanted.keys()):
+    for name in sorted(folder.tensors.keys() - wanted.keys() - set(copied)):
         why = next((why for pattern, why in unused.items() if re.fullmatch(pattern, name)), None)
         if why is None:
             extra.append(name)
         else:
             ignored.setdefault(why, []).append(name)
     if extra:
-        problems.append(f"{_count(extra)} that the model has no place for: {listed(extra)}")
+        problems.append(f"{count_of(extra)} that the model has no place for: {listed(extra)}")
     problems += _other_shapes_and_types(folder, wanted)
-    return problems, [f"{_count(names)} left out: {listed(names)}: {why}" for why, names in ignored.items()]
+    lines = [f"{count_of(names)} left out: {listed(names)}: {why}" for why, names in ignored.items()]
+    return problems, lines + ([f"{count_of(copied)} {KEPT}: {listed(copied)}"] if copied else [])
 
 
 def _other_shapes_and_types(folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -80,20 +89,10 @@ def _other_shapes_and_types(folder: SafetensorsFolder, wanted: Mapping[str, tupl
         for name, tensor in found.items()
         if tensor.shape != wanted[name]
     ]
-    types = [f"{name} ({tensor.dtype})" for name, tensor in found.items() if tensor.dtype not in TYPES]
     problems = []
     if shapes:
-        problems.append(f"{_count(shapes)} of another shape: {listed(shapes)}")
-    if types:
-        problems.append(
-            f"{_count(types)} of a type that cannot be read: {listed(types)}; allowed: {', '.join(TYPES)}; "
-            "convert quantised weights to BF16 first"
-        )
-    return problems
-
-
-def _count(names: Sequence[str]) -> str:
-    return f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
+        problems.append(f"{count_of(shapes)} of another shape: {listed(shapes)}")
+    return problems + type_problems(found)
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,8 @@ class _Plan:
     folder: SafetensorsFolder | None = None
     problems: list[str] = field(default_factory=list)
     readings: list[_Reading] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+    trains_mtp: bool = False
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
@@ -121,14 +122,19 @@ def load_weights(
     hf_config: Any,
     folder: Path,
     progress: Callable[[float], None] = lambda share: None,
+    *,
+    is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
-    """Fill every parameter, and return lines on ignored and rounded tensors. Every rank calls it.
+    """Fill every wanted parameter, and return lines on ignored, kept and rounded tensors. Every rank calls it.
 
     Reading begins after all ranks know that they can read. If the folder has no tensor for an expert bias or a value
     head, the bias stays 0 and the value head unchanged. The head of a sequence classifier is read as the value head. A
     model that predicts only values and is read from a classifier gets an output layer of zeros.
+
+    Args:
+        is_wanted: Function of a parameter's canonical name: whether to read it.
     """
-    plan = _plan(chunks, config, hf_config, folder)
+    plan = _plan(chunks, config, hf_config, folder, is_wanted)
     lines = _agreed(plan, hf_config, folder)
     assert plan.folder is not None  # otherwise _agreed has raised
     search = DamageSearch(folder)
@@ -147,8 +153,16 @@ def load_weights(
     return lines
 
 
-def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, folder: Path) -> _Plan:
+def _plan(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    folder: Path,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+) -> _Plan:
     plan = _Plan()
+    plan.copies = [name for names in copies_of(chunks, hf_config).values() for name in names]
+    plan.trains_mtp = any(chunk.trains_mtp for chunk in chunks)
     try:
         plan.folder = SafetensorsFolder(folder)
     except ConfigurationError as error:
@@ -158,10 +172,10 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
     is_classifier = CLASSIFIER_HEAD.sources[0].name in plan.folder.tensors
     values_alone = any(chunk.has_value_head and not chunk.predicts_tokens for chunk in chunks)
     found: list[tuple[ParameterPiece, Rule, list[list[SourcePart]], list[int]]] = []
-    for piece in parameter_pieces(chunks, config):
+    for piece in filter(lambda piece: is_wanted(piece.name), parameter_pieces(chunks, config)):
         of_value_head = piece.name.startswith(VALUE_HEAD_PREFIX)
         rule = CLASSIFIER_HEAD if of_value_head and is_classifier else rule_of(piece, hf_config)
-        if is_classifier and values_alone and piece.name == _OUTPUT_LAYER and not hf_config.tie_word_embeddings:
+        if is_classifier and values_alone and piece.name == OUTPUT_LAYER and not hf_config.tie_word_embeddings:
             with torch.no_grad():
                 piece.local.zero_()  # a classifier has no output layer, and nothing uses it
         elif rule is not None:
@@ -221,7 +235,9 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
                 f"policy.model_name: {folder}: rank {rank} finds other tensors than rank 0; all ranks must share the "
                 "folder"
             )
-    problems, ignored = sort_out(plan.folder, union_of_ranks(plan.wanted), unused_patterns(hf_config))
+    kept = () if plan.trains_mtp else family_of(hf_config).kept_tensors(hf_config)
+    unused = unused_patterns(hf_config) | dict.fromkeys(map(re.escape, plan.copies), _COPY)
+    problems, ignored = sort_out(plan.folder, union_of_ranks(plan.wanted), unused, kept)
     problems += _other_head(plan.folder, hf_config)
     if problems:
         raise ConfigurationError([f"policy.model_name: {folder}: {problem}" for problem in problems])
@@ -237,7 +253,7 @@ def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
         return []
     names = [
         rule.sources[0].name
-        for rule in map(family_of(hf_config).rules.find, (_EMBEDDING, _OUTPUT_LAYER))
+        for rule in map(family_of(hf_config).rules.find, (_EMBEDDING, OUTPUT_LAYER))
         if rule is not None and rule.sources[0].name in folder.tensors
     ]
     found: list[Any] = [[]]
@@ -281,7 +297,7 @@ def _rounded(plan: _Plan, stored: SafetensorsFolder) -> list[str]:
         return []
     types = sorted({stored.tensors[name].dtype for name in rounded})
     return [
-        f"{_count(rounded)} of type {', '.join(types)} rounded to policy.precision, which is the type of the folder's"
+        f"{count_of(rounded)} of type {', '.join(types)} rounded to policy.precision, which is the type of the folder's"
         f" other tensors: {listed(rounded)}"
     ]
 

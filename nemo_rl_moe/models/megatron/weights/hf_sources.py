@@ -2,16 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of Hugging Face tensors that form a rank's piece of a parameter: shapes and index ranges without data."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.families.rules import Rule, Source
+from nemo_rl_moe.models.families.rules import MTP_PREFIX, Rule, Source
+from nemo_rl_moe.models.families.rules import rule as tensor_rule
+from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
+
+OUTPUT_LAYER = "output_layer.weight"
+CLASSIFIER_HEAD = tensor_rule("score.weight")
+"""The head of transformers' `ForSequenceClassification` with one label, which is a value head."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,34 @@ class SourcePart:
 
 def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
     """Return the rule of a parameter: its Hugging Face tensors. None if the model's family has no tensor for it."""
-    tied = piece.name == "output_layer.weight" and hf_config.tie_word_embeddings
-    return family_of(hf_config).rules.find("embedding.word_embeddings.weight" if tied else piece.name)
+    family = family_of(hf_config)
+    if piece.name.startswith(MTP_PREFIX):
+        mtp = family.mtp_layers
+        return None if mtp is None else mtp.find(piece.name, family.rules, hf_config)
+    tied = piece.name == OUTPUT_LAYER and hf_config.tie_word_embeddings
+    return family.rules.find("embedding.word_embeddings.weight" if tied else piece.name)
+
+
+def copies_of(chunks: Sequence[GPTModel], hf_config: Any) -> Mapping[str, Sequence[str]]:
+    """Return canonical name of a parameter -> names of its copies in files, for trained multi-token prediction."""
+    mtp = family_of(hf_config).mtp_layers
+    if mtp is None or not any(chunk.trains_mtp for chunk in chunks):
+        return {}
+    return mtp.copies_in(hf_config)
+
+
+def is_of_main_model(name: str, hf_config: Any) -> bool:
+    """Return whether a Hugging Face tensor is not of a layer of multi-token prediction. Engines only get such
+    tensors."""
+    return not any(re.fullmatch(pattern, name) for pattern in family_of(hf_config).kept_tensors(hf_config))
+
+
+def written_rule_of(piece: ParameterPiece, hf_config: Any, *, is_classifier: bool) -> Rule | None:
+    """Return the rule by which a parameter is written. The value head of a classifier is its score, of other models it
+    is not written."""
+    if is_classifier and piece.name.startswith(VALUE_HEAD_PREFIX):
+        return CLASSIFIER_HEAD
+    return rule_of(piece, hf_config)
 
 
 def source_parts(

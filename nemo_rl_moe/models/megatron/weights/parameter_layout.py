@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
+from nemo_rl_moe.models.megatron.layers.recurrent_sizes import recurrent_sizes
 from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 
@@ -150,10 +150,15 @@ def plain_norm_name(name: str) -> str:
 
 def _sections(name: str, config: TransformerConfig) -> tuple[int, ...]:
     if ".self_attention.in_proj." in name:
-        return DeltaNetSizes.of(config).projected
+        return recurrent_sizes(config).projected
     if ".self_attention.conv1d." in name:
-        return DeltaNetSizes.of(config).convolved
-    return _GATE_AND_UP if ".linear_fc1." in name else _ONE_SECTION
+        return recurrent_sizes(config).convolved
+    return _first_product(config) if ".linear_fc1." in name else _ONE_SECTION
+
+
+def _first_product(config: TransformerConfig) -> tuple[int, ...]:
+    """Return the sections of the first matrix of an MLP or expert."""
+    return _GATE_AND_UP if config.gated_linear_unit else _ONE_SECTION
 
 
 def _pieces_of(
@@ -207,7 +212,7 @@ def _expert_pieces(
             shard_dimension=cut,
             num_shards=num_shards,
             shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
-            sections=_GATE_AND_UP if linear == "linear_fc1" else _ONE_SECTION,
+            sections=_first_product(config) if linear == "linear_fc1" else _ONE_SECTION,
             is_expert=True,
             adapter=None if adapter is None else (adapter[0], expert - first),
         )

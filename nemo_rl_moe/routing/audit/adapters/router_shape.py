@@ -3,7 +3,7 @@
 """Shape of the routers (numbers of experts and layers) from the model's `config.json`, since dumps lack it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def read_router_shape(path: Path) -> RouterShape:
         if (reason := _OTHER_ROUTERS.get(str(model_type))) is not None:
             raise ValueError(reason)
         num_experts, topk = _first(found, _NUM_EXPERTS), _first(found, _TOPK)
-        num_layers = int(found["num_hidden_layers"])
+        kinds = _kinds_of_layers(found)
+        num_layers = int(found["num_hidden_layers"]) if kinds is None else len(kinds)
         layers = tuple(layer for layer in range(num_layers) if _has_experts(found, layer, num_layers))
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         problem = _unsupported(model_type) or "no configuration of a model with experts"
@@ -90,9 +91,18 @@ def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> int:
     raise ValueError(f"has none of {', '.join(names)}")
 
 
+def _kinds_of_layers(found: Mapping[str, Any]) -> Sequence[str] | None:
+    """Return the kind of each layer of a hybrid model with one part a layer (Nemotron-3), as names or letters."""
+    # In transformers' order. Other families have a kind of attention for each layer in `layer_types`.
+    fields = (found.get(name) for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"))
+    return next((kinds for kinds in fields if isinstance(kinds, list | str) and {*kinds} & {"moe", "E"}), None)
+
+
 def _has_experts(found: Mapping[str, Any], layer: int, num_layers: int) -> bool:
     """Return True for a layer with experts. Many models have some dense layers."""
     # A list of all layers, if there is one, decides. transformers writes it in place of other fields.
+    if (of_hybrid := _kinds_of_layers(found)) is not None:
+        return of_hybrid[layer] in ("moe", "E")
     kinds, indices, frequency = (found.get(name) for name in ("mlp_layer_types", "moe_layers", "moe_layer_freq"))
     if isinstance(kinds, list):
         return bool(kinds[layer] != "dense")

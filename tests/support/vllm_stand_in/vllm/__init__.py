@@ -212,7 +212,8 @@ class LLMEngine:
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
         return self.model_executor.collective_rpc(method, args)
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, lora_request: None = None) -> None:
+        assert lora_request is None  # without adapters
         self._unfinished[request_id] = (0, params)
         self.seeds.append(params.seed)
         self._prompts[request_id] = tuple(prompt["prompt_token_ids"])

@@ -19,14 +19,18 @@ from nemo_rl_moe.models.megatron.model.activation_estimate import (
     LayerActivations,
     head_activations,
     layer_activations,
+    recomputed_activations,
 )
+from nemo_rl_moe.models.megatron.model.adapter_estimate import rounding_of_frozen_experts
 from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 
 LAYERS, TOKENS, VOCABULARY, CHUNK = 48, 8192, 151936, 1024
 FOLDER = "examples/assets/model_configs/Qwen3-30B-A3B"
 RECIPE = "examples/configs/grpo_qwen3_30b_a3b_8xh100_r3.yaml"
-HELD, PEAK = 51.21, 72.15
+GLM_4_7_FLASH = "examples/configs/grpo_glm_4_7_flash.yaml"
+GLM_4_7_FLASH_FOLDER = "examples/assets/model_configs/GLM-4.7-Flash"
+HELD, PEAK = 51.21, 71.18
 """GB allocated before the step, and at its peak."""
 
 RECORDED: Mapping[str, Sequence[float]] = {
@@ -36,23 +40,25 @@ RECORDED: Mapping[str, Sequence[float]] = {
     "attention": (3.624, 0.403, 3.221),
     # queries and keys, made dense
     "query_key_norms": (3.221, 0.403),
+    "latents": (),
+    "angles": (),
     # layernorm_linear; rmsnorm without the last norm's output. Both lines have statistics too.
     "norms": (1.612 - 0.0015, 1.702 - 0.034 - 0.057 - 0.0015),
     "residual": (1.611,),
     # norms of queries and keys; softmax; the two norms
     "statistics": (0.057, 0.050, 0.0015, 0.0015),
-    # row_id_map; probabilities; map; choice
-    "routing": (0.404, 0.201, 0.050, 0.025),
+    # choice
+    "routing": (0.025,),
     "matrices": (),
 }
 """GB by term."""
-# Sum of the weight's gradients; float32 logits; logits; their gradient; the last norm and the gradient of its output.
-HEAD = (1.245, 0.622, 0.311, 0.311, 0.034, 0.034, 0.034)
+# Sum of the weight's gradients; float32 logits; logits or their gradient; last norm and gradient of its output.
+HEAD = (1.245, 0.622, 0.311, 0.034, 0.034, 0.034)
 
 
-def _transformer_config() -> Any:
-    config = load_grpo_config(RECIPE, [f"policy.model_name={FOLDER}"], check_paths=False)
-    return build_transformer_config(config.policy, load_hf_config(FOLDER))
+def _transformer_config(recipe: str = RECIPE, folder: str = FOLDER, overrides: Sequence[str] = ()) -> Any:
+    config = load_grpo_config(recipe, [f"policy.model_name={folder}", *overrides], check_paths=False)
+    return build_transformer_config(config.policy, load_hf_config(folder))
 
 
 @pytest.mark.parametrize("term", [field.name for field in fields(LayerActivations)])
@@ -84,3 +90,71 @@ def test_with_full_recomputation_the_input_alone_stays() -> None:
     policy = config.policy.model_copy(update={"megatron_cfg": megatron})
     kept = layer_activations(build_transformer_config(policy, load_hf_config(FOLDER)), 0)
     assert [value for value in astuple(kept) if value] == [kept.input] == [2 * 2048]
+
+
+def test_latent_attention_by_hand() -> None:
+    """GLM-4.7-Flash: latents of 768 (queries) and 512 (keys), before and behind their norms, and 64 rotary angles."""
+    kept = layer_activations(_transformer_config(GLM_4_7_FLASH, GLM_4_7_FLASH_FOLDER), 1)
+    assert kept.latents == 2 * 2 * (768 + 512)
+    assert kept.angles == 2 * 2 * 2 * 64  # cosines and sines, for queries and for keys
+    assert kept.attention == 2 * 20 * (256 + 256 + 256 + 256)  # queries, keys, values and output of 20 heads
+    assert kept.statistics == 4 * (2 + 2 + 20)  # norms of hidden states and of latents, softmax
+    assert (kept.query_key_norms, kept.routing, kept.matrices) == (0, 0, 0)
+
+
+def test_the_first_layer_of_glm_has_matrices_alone() -> None:
+    kept = layer_activations(_transformer_config(GLM_4_7_FLASH, GLM_4_7_FLASH_FOLDER), 0)
+    assert kept.matrices == 2 * 3 * 10240  # gate, up and their product
+
+
+def test_shared_experts_are_kept_without_recomputation() -> None:
+    plain = ["policy.megatron_cfg.activation_checkpointing=none"]
+    kept = layer_activations(_transformer_config(GLM_4_7_FLASH, GLM_4_7_FLASH_FOLDER, plain), 1)
+    assert kept.matrices == 2 * (4 * (2048 + 3 * 1536) + 3 * 1536)
+
+
+def test_a_frozen_output_layer_has_no_gradient() -> None:
+    """1,024 tokens' logits in float32 with what they were converted from; three hidden states of each token."""
+    frozen = head_activations(_transformer_config(), TOKENS, VOCABULARY, CHUNK, is_frozen=True)
+    assert frozen == CHUNK * VOCABULARY * (4 + 2) + 3 * TOKENS * 2048 * 2
+
+
+def test_a_chunk_s_gradient_of_a_large_weight_is_more_than_its_logits() -> None:
+    """256 tokens: the gradient of 151,936 x 2,048 numbers with the gradient of the logits, both in bfloat16."""
+    found = head_activations(_transformer_config(), TOKENS, VOCABULARY, 256)
+    sums, of_chunk = VOCABULARY * 2048 * 4, (VOCABULARY * 2048 + 256 * VOCABULARY) * 2
+    assert found == sums + of_chunk + 3 * TOKENS * 2048 * 2
+
+
+def test_a_layer_of_adapters_that_is_computed_again() -> None:
+    """GLM-4.5-Air: rows of 8 experts in 4 copies and with the adapter's term twice, 3 x 1,408 within an expert.
+
+    Then the shared expert's 3 x 1,408 and output, and what a layer keeps: 96 and 8 heads of 128, three hidden states,
+    float32 numbers of two norms and softmax, probabilities, map and order of rows.
+    """
+    transformer = _transformer_config(
+        "examples/configs/grpo_glm_4_5_air_lora.yaml", "examples/assets/model_configs/GLM-4.5-Air"
+    )
+    experts = 2 * (8 * (6 * 4096 + 3 * 1408) + 3 * 1408 + 4096)
+    attention = 2 * (104 * 2 * 128 + 3 * 4096) + 4 * (2 + 96)
+    routing = 128 * (4 + 1) + 257 * 4
+    assert recomputed_activations(transformer, 1, are_experts_adapted=True) == experts + attention + routing
+    without = recomputed_activations(transformer, 1)
+    assert without == experts - 2 * 8 * 2 * 4096 + attention + routing
+    dense = recomputed_activations(transformer, 0, are_experts_adapted=True)
+    assert dense == attention + 2 * 3 * 10944
+
+
+def test_experts_alone_are_computed_again() -> None:
+    """Qwen3-30B-A3B: four copies of 8 experts' rows, 3 x 768 within an expert, and the router's numbers."""
+    assert recomputed_activations(_transformer_config(), 0) == 2 * 8 * (4 * 2048 + 3 * 768) + 128 * 5 + 257 * 4
+
+
+def test_frozen_experts_take_whole_blocks() -> None:
+    """GLM-4.5-Air: matrices of 22 MiB fit; 16 routed and a shared one of 11 MiB take 12 in each of 45 layers."""
+    transformer = _transformer_config(
+        "examples/configs/grpo_glm_4_5_air_lora.yaml", "examples/assets/model_configs/GLM-4.5-Air"
+    )
+    assert rounding_of_frozen_experts(transformer, range(46)) == 45 * 17 * 2**20
+    assert rounding_of_frozen_experts(transformer, [0]) == 0
+    assert rounding_of_frozen_experts(_transformer_config(), range(48)) == 0  # 6 and 3 MiB share larger ones

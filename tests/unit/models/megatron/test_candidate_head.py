@@ -3,6 +3,7 @@
 """Candidates at each position: numbers, gradients and choice are those of whole logits in float64, in every layout."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
 from nemo_rl_moe.models.interfaces import Head, missing_heads
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_top_candidates
+from nemo_rl_moe.models.megatron.training.measurements import candidate_logprobs, top_candidates
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
 from tests.support.quick_list import full, slow
@@ -146,9 +148,9 @@ def observe(policy: PolicyConfig, kl_type: str) -> Seen:
         place, batch = trainer.coordinates, with_teacher(tiny_batch(3, vocabulary_size=61), 5)
         shard = shard_for(trainer, batch)
         first, lengths = len(batch.lengths) // place.data_parallel_size * place.data_parallel_rank, batch.lengths
-        found = [each for values in trainer.candidate_logprobs(shard.microbatches) for each in values]
+        found = [each for values in trainer.measure(shard.microbatches, candidate_logprobs) for each in values]
         logprobs = {row: each[: lengths[row]].numpy() for row, each in enumerate(found, first)}
-        likeliest = trainer.top_candidates(shard.microbatches, K, 61)
+        likeliest = trainer.measure(shard.microbatches, partial(top_candidates, k=K, vocabulary_size=61))
         pairs = [pair for each in likeliest for pair in zip(*each, strict=True)]
         top = {row: tuple(each[: lengths[row]].numpy() for each in pair) for row, pair in enumerate(pairs, first)}
         loss = divergence_loss(kl_type, cross_entropy_weight=0.1)
@@ -195,7 +197,7 @@ def own_tokens_as_candidates(policy: PolicyConfig) -> dict[int, tuple[np.ndarray
         batch = tiny_batch(3, vocabulary_size=61)
         ids = torch.stack([batch.input_ids, (batch.input_ids + 1) % 61], -1)
         shard = shard_of_rank(batch.with_columns(**{CANDIDATE_IDS: candidate_column(ids)}))
-        candidates = [row.numpy() for rows in model.candidate_logprobs(shard.microbatches) for row in rows]
+        candidates = [row.numpy() for rows in model.measure(shard.microbatches, candidate_logprobs) for row in rows]
         logprobs = [row.numpy() for rows in model.logprobs(shard.microbatches) for row in rows]
         return dict(enumerate(zip(candidates, logprobs, strict=True)))
 
@@ -249,7 +251,7 @@ def divergences_of_training(policy: PolicyConfig, kl_type: str, k: int) -> tuple
         shard = shard_of_rank(batch)
 
         def rows(model: MegatronModel, batch: TokenBatch) -> Tensor:
-            found = model.candidate_logprobs(shard_of_rank(batch).microbatches)
+            found = model.measure(shard_of_rank(batch).microbatches, candidate_logprobs)
             whole = torch.zeros(*batch.input_ids.shape, found[0].shape[-1])
             for index, row in enumerate(row for rows in found for row in rows):
                 whole[index, : len(row)] = row
@@ -263,7 +265,7 @@ def divergences_of_training(policy: PolicyConfig, kl_type: str, k: int) -> tuple
 
         exact, losses = [whole_divergence()], []
         for _ in range(30):
-            likeliest = trainer.top_candidates(shard.microbatches, k, 61)
+            likeliest = trainer.measure(shard.microbatches, partial(top_candidates, k=k, vocabulary_size=61))
             ids = torch.zeros(*batch.input_ids.shape, k, dtype=torch.int32)
             for index, row in enumerate(row for found, _ in likeliest for row in found):
                 ids[index, : len(row)] = row

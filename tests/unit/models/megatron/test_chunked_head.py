@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output layer in chunks: numbers and gradients are those of whole logits, which never exist."""
 
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -144,11 +145,16 @@ def test_bfloat16_adds_chunks_up_in_float32() -> None:
 
 
 class LargestLogits(TorchDispatchMode):
-    """Notes how many numbers the largest tensor with so many columns holds, but for one of so many rows."""
+    """Notes how many numbers the largest tensor with so many columns holds, but for one of so many rows.
+
+    Attributes:
+        most: Of such tensors at a time.
+    """
 
     def __init__(self, columns: int, rows_of_weight: int) -> None:
         super().__init__()
-        self.largest, self._columns, self._rows_of_weight = 0, columns, rows_of_weight
+        self.largest, self.most, self._columns, self._rows_of_weight = 0, 0, columns, rows_of_weight
+        self._made: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -159,11 +165,15 @@ class LargestLogits(TorchDispatchMode):
                 and len(tensor) != self._rows_of_weight
             ):
                 self.largest = max(self.largest, tensor.numel())
+                self._made.append(weakref.ref(tensor))
+                existing = (each() for each in self._made)
+                self.most = max(self.most, len({each.data_ptr() for each in existing if each is not None}))
         return result
 
 
-def memory_of_head() -> tuple[int, int]:
-    """Numbers of the largest tensor of logits, forward and backward, and bytes kept for the backward pass."""
+def memory_of_head() -> tuple[int, int, int]:
+    """Numbers of the largest tensor of logits, forward and backward, how many exist at a time, and bytes kept for the
+    backward pass."""
     with parallel_job(tiny_policy()):
         given, kept = numbers(), {}
 
@@ -176,12 +186,12 @@ def memory_of_head() -> tuple[int, int]:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 found = head.statistics(given)
             found.logprobs.sum().backward()
-        return watch.largest, sum(kept.values()) - head.hidden.nbytes - head.weight.nbytes
+        return watch.largest, watch.most, sum(kept.values()) - head.hidden.nbytes - head.weight.nbytes
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
     # Of each token a label, the logarithm of its sum and its entropy stay, 8 bytes each.
-    assert run_ranks(memory_of_head, 1) == [(CHUNK * PADDED, 3 * 8 * COLUMNS * ROWS)]
+    assert run_ranks(memory_of_head, 1) == [(CHUNK * PADDED, 2, 3 * 8 * COLUMNS * ROWS)]
 
 
 def updated(world_size: int, changes: dict[str, Any], tied: bool) -> list[tuple[list[Any], float, dict[str, float]]]:

@@ -163,6 +163,7 @@ ATTENTION = {
     "glm4_moe_lite": True,
     "qwen3_next": True,
     "qwen3_5_text": True,
+    "nemotron_h": True,
 }
 
 

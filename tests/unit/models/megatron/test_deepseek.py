@@ -28,15 +28,15 @@ def read_config(folder: Path, **fields: Any) -> Any:
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 
 
-def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_mtp_layers_are_kept(tmp_path: Path) -> None:
     hf_config = read_config(tmp_path, **DEEPSEEK_CONFIGS["DeepSeek-V3"].config_json)
-    (pattern,) = family_of(hf_config).unused_tensors(hf_config)
+    (pattern,) = family_of(hf_config).kept_tensors(hf_config)
     assert re.fullmatch(pattern, "model.layers.61.eh_proj.weight")
     assert re.fullmatch(pattern, "model.layers.61.mlp.experts.3.gate_proj.weight")
     assert not re.fullmatch(pattern, "model.layers.6.mlp.gate.weight")
     assert not re.fullmatch(pattern, "model.layers.60.mlp.gate.weight")
     hf_config = read_config(tmp_path, **DEEPSEEK_CONFIGS["Moonlight-16B-A3B"].config_json)
-    assert family_of(hf_config).unused_tensors(hf_config) == {}
+    assert family_of(hf_config).kept_tensors(hf_config) == []
 
 
 def test_fused_routing_is_refused_where_it_would_choose_other_groups() -> None:

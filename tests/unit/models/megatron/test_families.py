@@ -13,6 +13,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import FAMILIES
 from nemo_rl_moe.models.families.rules import ModelFamily, Rule, RuleTable
+from nemo_rl_moe.models.megatron.model.sparse_attention import chooses_tokens
 from tests.support.family_models import FAMILY_MODELS, FamilyModel
 from tests.support.family_parity import LAYOUTS, ParityJobs
 from tests.support.family_reference import (
@@ -50,13 +51,18 @@ ON_SEVERAL_RANKS = {
     "minimax_m2": {"tp2"},
     # Weights of an indexer, in some layers of each stage.
     "glm_moe_dsa": {"pp2_ep2"},
+    # Choices of tokens, gathered from parts of sequences and shared between layers.
+    "deepseek_v32_sparse": {"tp2"},
+    "glm_moe_dsa_sparse": {"pp2_ep2"},
     # Gated delta nets, whose output norm has a part of its gradient on each rank.
     "qwen3_next": {"tp2"},
     "qwen3_5_moe_text": {"pp2_ep2"},
+    # Mamba-2 layers, whose output norm each rank has a part of; layers of one part in both stages.
+    "nemotron_h": {"tp2", "pp2_ep2"},
 }
 # On one rank: a dense model, plain experts, norms of heads, sinks and biases, latents with groups and a shared expert,
-# a part of each head rotated, gated delta nets.
-QUICK = {"llama", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text"}
+# a part of each head rotated, gated delta nets, Mamba-2.
+QUICK = {"llama", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "nemotron_h"}
 # Latents, a shared expert, groups and a bias, in stages that share their experts: in the quick list.
 COMBINING_MOST = ("deepseek_v3", "pp2_ep2")
 # Megatron-Core's own modules: plain attention and experts, sinks and biases, latents.
@@ -169,6 +175,10 @@ def faults_of(family: ModelFamily, model: FamilyModel) -> dict[str, ModelFamily]
     found = {"none": family, "gate and up are exchanged": replace(family, rules=UpBeforeGate(family.rules))}
     if family.rotary_percent(model.hf_config()) < 1:
         found["whole heads are rotated"] = replace(family, rotary_percent=lambda hf_config: 1.0)
+    if chooses_tokens(tiny_policy(), model.hf_config()):
+        found["the indexer rotates other entries"] = replace(
+            family, indexer_rotates_pairs=not family.indexer_rotates_pairs
+        )
     if "moe_router_enable_expert_bias" in family.router_fields:
         softmax = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
         found["softmax in place of sigmoid"] = replace(
@@ -198,6 +208,8 @@ def differences_with_faults(name: str, root: str, policy: PolicyConfig) -> dict[
     [
         full("glm4_moe", 3),
         # With latents a part of each head has positions by its shape.
+        slow("glm_moe_dsa_sparse", 3),
+        full("deepseek_v32_sparse", 3),
         *(
             slow(name, 2)
             for name in ("glm4_moe_lite", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe_text")
@@ -222,7 +234,7 @@ def write_both_forms(name: str, root: str) -> None:
         trainer_of(Path(root, "memory"), policy).save_weights(Path(root, "exported"), {})
 
 
-@pytest.mark.parametrize("name", ["mixtral", full("olmoe"), full("qwen2_moe")])
+@pytest.mark.parametrize("name", ["mixtral", full("olmoe"), full("qwen2_moe"), full("nemotron_h")])
 def test_files_may_have_the_form_of_transformers_memory(name: str, tmp_path: Path) -> None:
     run_ranks(write_both_forms, 1, name, str(tmp_path))
     assert any(tensor.ndim == 3 for tensor in tensors_in(tmp_path / "memory").values())

@@ -50,6 +50,8 @@ MOVED_BIAS = {"moe_router_bias_update_rate": 0.05}
         # Sections of rows that tensor parallelism cuts each.
         ("qwen3_next", (2, layout(tp=2)), ONE_RANK),
         slow("qwen3_5_moe_text", (2, layout(pp=2, vpp=2)), ONE_RANK),
+        ("nemotron_h", (2, layout(tp=2)), ONE_RANK),
+        slow("nemotron_h", (2, layout(pp=2, vpp=2)), (2, layout(ep=2))),
         slow("qwen3_5_text", (2, layout(tp=2)), ONE_RANK),
         slow("qwen2_yarn_positions", (2, layout(pp=2)), ONE_RANK),
         slow("gpt_oss", (2, layout(tp=2)), (2, layout(ep=2) | LOCAL)),
@@ -91,6 +93,7 @@ def test_another_layout_goes_on_where_one_stopped(model: str, writer: Any, reade
         slow("kimi_k2", {"pp": 2}, {"tp": 2}),
         slow("qwen3_next", {"tp": 2}, {"pp": 2}),
         slow("qwen3_5_moe_text", {"tp": 2}, {"ep": 2}),
+        ("nemotron_h", {"tp": 2}, {"pp": 2}),
         slow("qwen3_5_text", {"pp": 2}, {"tp": 2}),
     ],
 )

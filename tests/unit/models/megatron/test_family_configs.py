@@ -186,7 +186,7 @@ def test_coefficient_of_the_auxiliary_loss_comes_from_the_model() -> None:
 
 
 def test_other_families_are_refused(tmp_path: Path) -> None:
-    expected = r"config.json: model_type 'gemma' is not supported; supported: .*mixtral, olmoe, qwen2, "
+    expected = r"config.json: model_type 'gemma' is not supported; supported: .*mixtral, nemotron_h, olmoe, qwen2, "
     with pytest.raises(ConfigurationError, match=expected):
         read_config(tmp_path, model_type="gemma")
 
@@ -246,6 +246,10 @@ def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
         ("qwen3_5_moe_text", "attn_output_gate", False, "True"),
         ("qwen3_5_moe_text", "mamba_ssm_dtype", "bfloat16", "'float32'"),
         ("qwen3_5_moe_text", "mlp_only_layers", [0], "[] or None"),
+        ("nemotron_h", "mlp_hidden_act", "silu", "'relu2'"),
+        ("nemotron_h", "use_conv_bias", False, "True"),
+        ("nemotron_h", "norm_topk_prob", False, "True"),
+        ("nemotron_h", "sliding_window", 128, "None"),
     ],
 )
 def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
@@ -301,6 +305,19 @@ LINEAR_AND_SLIDING = ["linear_attention", "sliding_attention"] * 2
         ("qwen3_next", {"linear_num_key_heads": 0}, "linear_num_key_heads: got 0, expected 1 or more"),
         ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: got 0, expected 1 or more"),
         ("qwen3_next", {"rope_parameters": MROPE}, "rope_parameters.mrope_section: got [1, 1, 0], a field that is not"),
+        (
+            "nemotron_h",
+            {"moe_latent_size": 16},
+            "moe_latent_size: got 16, expected null: experts on latents (Nemotron-3 Super and Ultra) are not supported",
+        ),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["moe", "linear_attention"] * 2},
+            "layers_block_type: got 'EMEM', expected layers with Mamba-2 (M), attention (*) and experts (E)",
+        ),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads: got 4, expected a multiple of n_groups 3"),
+        ("nemotron_h", {"conv_kernel": 0}, "conv_kernel: got 0, expected 1 or more"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit: got [0.0, 0.1], supported for Nemotron-3"),
         (
             "glm_moe_dsa",
             {"indexer_types": ["shared", "full", "full", "full"]},
@@ -436,11 +453,13 @@ def test_a_plain_configuration_says_the_same_without_transformers(name: str) -> 
     plain = pickle.loads(sent)  # noqa: S301  (of this test)
     assert family_of(plain) is family_of(hf_config)
     assert family_of(plain).transformer_fields(plain) == family_of(hf_config).transformer_fields(hf_config)
+    for field, other in hf_config.attribute_map.items():
+        assert getattr(plain, field) == getattr(plain, other) == getattr(hf_config, other)
+    if not family_of(hf_config).rotates:
+        return
     own, frequencies = rotary.inverse_frequencies(hf_config), rotary.inverse_frequencies(plain)
     assert (own is None) == (frequencies is None)
     assert own is None or torch.equal(own, frequencies)
-    for field, other in hf_config.attribute_map.items():
-        assert getattr(plain, field) == getattr(plain, other) == getattr(hf_config, other)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Four training steps against transformers and torch's Adam: losses, gradients, weights and expert loads, packed and
-padded.
+"""Four training steps against transformers and torch's Adam: losses, gradients, weights and expert loads, packed,
+padded and recomputed.
 """
 
 from pathlib import Path
@@ -33,8 +33,8 @@ MODELS = [
 # Relative. Largest seen: 1e-6, 3.5e-5 and 2.7e-5, all of DeepSeek-V3, whose rounding grows with each step.
 LOSS, GRAD_NORM, CHANGE = 1e-5, 1e-4, 1e-4
 ROUNDINGS = 8
-"""With another chunk size transformers differs from itself, for gated delta nets: so many times that is let pass. One
-such difference is a sample of what grows from step to step: 4 times was seen on another processor."""
+"""With another chunk size transformers differs from itself, for gated delta nets or Mamba-2: so many times that is let
+pass. One such difference is a sample of what grows from step to step: 4 times was seen on another processor."""
 # One job trains all models of a layout.
 FULL = {
     (name, "tp2_ep2_pp2", "packed")
@@ -46,8 +46,10 @@ FULL = {
         "glm_moe_dsa",
         "qwen3_next",
         "qwen3_5_moe_text",
+        "nemotron_h",
+        "deepseek_v32_sparse",
     )
-}
+} | {("glm_moe_dsa_sparse", "tp2_ep2_pp2", "recomputed")}
 
 
 class TrainingJobs:
@@ -88,6 +90,8 @@ class TrainingJobs:
 
 def policy_of(chosen: Layout, how: str) -> PolicyConfig:
     changes = {**SETTINGS, **layout(**chosen.sizes), "sequence_packing__enabled": how == "packed"}
+    if how == "recomputed":
+        changes["activation_checkpointing"] = "full"
     return tiny_policy(chosen.world_size, layer_spec=chosen.layer_spec, **changes)
 
 
@@ -106,9 +110,11 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             (name, where, how)
             for where, chosen in LAYOUTS.items()
             for name in MODELS
-            for how in ("padded", "packed")
+            for how in ("padded", "packed", "recomputed")
             # Megatron-Core's own attention knows no packed sequences.
-            if chosen.holds(FAMILY_MODELS[name]) and (how == "padded" or chosen.layer_spec != "local")
+            if chosen.holds(FAMILY_MODELS[name]) and (how != "packed" or chosen.layer_spec != "local")
+            # A choice of tokens passes from layer to layer.
+            if how != "recomputed" or name.endswith("_sparse")
             if FAMILY_MODELS[name].has_experts or "ep" not in chosen.sizes
         ),
         quick=[("glm4_moe", "one_rank", "packed")],

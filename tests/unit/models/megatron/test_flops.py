@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.models.flops import ForwardFlops, causal_pairs, forward_flops
+from nemo_rl_moe.models.flops import ForwardFlops, IndexerFlops, causal_pairs, forward_flops
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import active_parameters
+from nemo_rl_moe.models.megatron.model.sparse_attention import indexer_flops
 from nemo_rl_moe.models.megatron.model.transformer_config import attention_windows, build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import tiny_policy
@@ -59,6 +60,16 @@ def test_gated_delta_nets_see_no_pairs() -> None:
     assert flops == ForwardFlops(2 * products, {None: 2 * 2 * 4 * 16})
 
 
+def test_layers_of_one_part_count_that_part_alone() -> None:
+    """Two Mamba-2 layers: 4 heads of 6, 2 groups of 8, 4 taps. Two of attention, three with 3 experts, one dense."""
+    mamba = 32 * (3 * 24 + 2 * 16 + 4) + 4 * (24 + 2 * 16) + 2 * 24 * 8
+    attention = 32 * 16 * (2 * 4 + 2 * 2)
+    moe = 32 * 16 + 2 * 32 * (3 * 12 + 20)
+    flops = flops_of(FAMILY_MODELS["nemotron_h"].hf_config())
+    products = 2 * mamba + 2 * attention + 3 * moe + 2 * 32 * 48 + 32 * 64
+    assert flops == ForwardFlops(2 * products, {None: 2 * 2 * 2 * 4 * 16})
+
+
 def test_layers_with_a_window_see_fewer_pairs() -> None:
     """Every second of four layers sees 5 keys."""
     layer = 32 * 16 * (2 * 4 + 2 * 2) + 32 * 8 + 2 * 3 * 32 * 16
@@ -67,6 +78,25 @@ def test_layers_with_a_window_see_fewer_pairs() -> None:
     assert flops == ForwardFlops(2 * (4 * layer + 32 * 64), {5: 2 * pair, None: 2 * pair})
     # 1 + ... + 5 + 5 + 5, and 1 + ... + 7.
     assert flops.forward([7]) == 7 * flops.per_token + 2 * pair * 25 + 2 * pair * 28
+
+
+def test_indexers_run_forward_only_and_limit_the_pairs() -> None:
+    """Four layers with an indexer of 16 heads of 8, from a latent of 10; a query sees 4 keys."""
+    hf_config = FAMILY_MODELS["deepseek_v32_sparse"].hf_config()
+    policy = tiny_policy()
+    transformer = build_transformer_config(policy, hf_config)
+    indexers = indexer_flops(policy, hf_config)
+    assert indexers == IndexerFlops(4, 2 * 4 * (16 * 8 * 10 + (8 + 16) * 32), 2 * 4 * 16 * (8 + 1))
+    found = forward_flops(transformer, hf_config.vocab_size, attention_windows(transformer), indexers)
+    plain = flops_of(hf_config)
+    assert (found.per_token, found.per_pair) == (plain.per_token, {4: plain.per_pair[None]})
+    # 1 + 2 + 3 + 4 + 4 + 4 pairs of attention, 21 of indexers. In three tokens indexers choose all.
+    decoder = 6 * found.per_token + 18 * found.per_pair[4]
+    of_indexers = 6 * indexers.per_token + 21 * indexers.per_pair
+    assert found.forward([6]) == decoder + of_indexers
+    assert found.training([6]) == 3 * decoder + of_indexers
+    assert found.forward([3]) == plain.forward([3])
+    assert indexer_flops(tiny_policy(max_total_sequence_length=4), hf_config) is None
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen2_moe_dense_layers_normalized_weights", "deepseek_v2", "mixtral"])

@@ -2,24 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule in chunks against the plain recurrence, packed sequences against each alone, with gradients."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.layers.gated_delta_rule import (
-    causal_convolution,
     chunked_gated_delta_rule,
     l2_normalize,
     recurrent_gated_delta_rule,
-    segments_of,
 )
+from nemo_rl_moe.models.megatron.layers.recurrence import causal_convolution, segments_of
+from tests.support.recurrences import LENGTHS, assert_close, boundaries, gradients, with_gradients
 
 HEADS, KEY_DIM, VALUE_DIM = 3, 5, 4
-EXACT = 1e-11
-"""Relative to numbers of about 1, in float64."""
 
 
 def inputs(tokens: int, rows: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -32,21 +28,6 @@ def inputs(tokens: int, rows: int = 2, seed: int = 0, dtype: torch.dtype = torch
     decay = -torch.tensor([0.01, 1.0, 30.0], dtype=torch.float64) * F.softplus(sampled())
     found = [l2_normalize(sampled(KEY_DIM)), l2_normalize(sampled(KEY_DIM)), sampled(VALUE_DIM)]
     return [each.to(dtype) for each in (*found, decay, sampled().sigmoid())]
-
-
-def with_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
-
-
-def gradients(output: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a fixed mixture of all outputs."""
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=output.dtype)
-    return torch.autograd.grad((output * weights).sum(), tensors)
-
-
-def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = EXACT) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
 
 def test_recurrence_is_that_of_the_paper() -> None:
@@ -84,13 +65,6 @@ def test_second_half_goes_on_from_the_state_of_the_first(cut: int, first: object
     assert_close([torch.cat([before, behind], 1), end], [whole, last])
     again, end = chunked_gated_delta_rule(*(each[:, cut:] for each in tensors), state=state, chunk_size=4)
     assert_close([again, end], [behind, last])
-
-
-LENGTHS = ([5, 70, 1, 20], [64, 64], [3], [1, 1, 1, 1], [9, 7, 8])
-
-
-def boundaries(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Any]] = {
     "local": (1, {"layer_spec": "local"}, {}),
     "latent attention": (1, {}, "deepseek_v2"),
     "gated delta nets": (1, {}, "qwen3_next"),
+    "Mamba-2": (1, {}, "nemotron_h"),
     "tp2": (2, layout(tp=2), {}),
     "pp2": (2, layout(pp=2), {}),
     "ep2": (2, layout(ep=2), {}),

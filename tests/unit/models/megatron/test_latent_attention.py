@@ -163,10 +163,11 @@ def round_trip_in_bfloat16(folder: str, exported: str, policy: PolicyConfig) -> 
 
 
 def write_reference_in_bfloat16(folder: Path) -> None:
-    """Weights in bfloat16, and biases that bfloat16 does not have."""
+    """Weights in bfloat16, and biases that bfloat16 does not have. Newer transformers make routers in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(FAMILY_MODELS["deepseek_v3"].hf_config(), dtype=torch.bfloat16)
+    model.to(torch.bfloat16)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.randn(buffer.shape)

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.metrics import Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.models.megatron.training.measurements import token_score_norms
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.quick_list import full, slow
@@ -124,7 +126,8 @@ def logprobs_of_rank(policy: PolicyConfig, folder: str) -> tuple[Array, Array, A
         whole = measured(trainer, trainer.logprobs)
         for chunk in trainer.chunks:
             chunk.logprob_chunk_size = 3
-        return whole, measured(trainer, trainer.logprobs), measured(trainer, trainer.score_norms)
+        norms = partial(trainer.measure, measurement=token_score_norms)
+        return whole, measured(trainer, trainer.logprobs), measured(trainer, norms)
 
 
 def joined(parts: Sequence[Array]) -> Array:

@@ -24,7 +24,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import (
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_models import FAMILY_MODELS, FamilyModel
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_models import lora
 from tests.support.quick_list import listed
@@ -41,6 +41,7 @@ from tests.unit.models.megatron.tiny_trainers import ZERO_1, shard_for
 MODEL_CONFIGS = "examples/assets/model_configs"
 TINY_VISION_MODEL = "examples/assets/tiny_qwen3_vl_moe"
 QWEN3_30B_A3B, QWEN3_1_7B = f"{MODEL_CONFIGS}/Qwen3-30B-A3B", f"{MODEL_CONFIGS}/Qwen3-1.7B"
+NEMOTRON_3_NANO = f"{MODEL_CONFIGS}/NVIDIA-Nemotron-3-Nano-30B-A3B"
 
 # A tiny MoE layer by hand: 3 x 32 x 16 an expert, 32 x 8 the router.
 EXPERT, ROUTER = 1536, 256
@@ -173,6 +174,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     ),
     "latents, tensor parallel": (2, {"tp": 2}, LATENT, BF16 | ZERO_1),
     "latents of keys alone, pipeline": (2, {"pp": 2}, LATENT_KEYS, WHOLE),
+    "Mamba-2, tensor parallel, pipeline": (4, {"tp": 2, "pp": 2}, {"family": "nemotron_h"}, ZERO_1),
     "biases and sinks": (2, {"tp": 2, "ep": 2}, BIASES_AND_SINKS, WHOLE),
     "norms of all heads, tensor parallel": (2, {"tp": 2}, NORMS_OF_ALL_HEADS, BF16 | ZERO_1),
     "dense": (2, {}, DENSE, BF16 | ZERO_1),
@@ -267,6 +269,8 @@ def test_whole_model_is_that_of_transformers(model: dict[str, Any]) -> None:
         (QWEN3_30B_A3B, 30_532_122_624, 3_353_032_704),
         # "1.7B" of which 1.4 without the embedding; the hub's 2.03 count the tied embedding twice.
         (QWEN3_1_7B, 1_720_574_976, 1_720_574_976),
+        # Its report (arXiv:2512.20848) has 31.6 billion, and 3.6 billion active ones with embeddings.
+        (NEMOTRON_3_NANO, 31_577_937_344, 3_580_073_408),
     ],
 )
 def test_public_models_have_their_known_sizes(folder: str, total: int, active: int) -> None:
@@ -300,6 +304,34 @@ def test_cache_of_latent_attention_by_hand() -> None:
     assert memory.key_value_cache == 4 * 4 * (8 + 4 + 6) * 2 * 64 * 4096
 
 
+@pytest.mark.parametrize(("checkpointing", "num_masks"), [("full", 1), ("none", 4)])
+def test_a_choice_of_tokens_keeps_masks_and_keys_of_indexers(checkpointing: str, num_masks: int) -> None:
+    config = grpo_run(f"policy.megatron_cfg.activation_checkpointing={checkpointing}")
+    chooses, sees_all = (
+        worker_memory(config, build_transformer_config(config.policy, hf_config), hf_config, 0)
+        for hf_config in (
+            FamilyModel("glm_moe_dsa", {**FAMILY_MODELS["glm_moe_dsa_sparse"].fields, "index_topk": topk}).hf_config()
+            for topk in (4, 4096)
+        )
+    )
+    # Two of four layers have an indexer, with keys of 8 numbers of 2 bytes.
+    assert chooses.key_value_cache - sees_all.key_value_cache == 2 * 8 * 2 * 64 * 4096
+    assert chooses.activations_at_least - sees_all.activations_at_least == num_masks * 4096 * 4096 * 2
+
+
+def test_replayed_positions_of_indexers_are_counted() -> None:
+    hf_config = FAMILY_MODELS["glm_moe_dsa_sparse"].hf_config()
+    chooses, replays = (
+        worker_memory(config, build_transformer_config(config.policy, hf_config), hf_config, 0)
+        for config in (grpo_run(f"policy.megatron_cfg.indexer_replay={value}") for value in ("none", "rollout"))
+    )
+    # Two of four layers have an indexer, which chooses 4 positions of 4 bytes.
+    of_a_token = 2 * 4 * 4
+    assert replays.key_value_cache - chooses.key_value_cache == of_a_token * 64 * 4096
+    # As they come and as they are used.
+    assert replays.activations_at_least - chooses.activations_at_least == 2 * of_a_token * 4096
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -329,7 +361,7 @@ def test_fine_tuning_neither_generates_nor_keeps_a_reference() -> None:
 def test_lower_bound_of_activations_by_hand() -> None:
     # Inputs of 28 layers in bfloat16, of 4096 tokens. The last norm; logits of a chunk, and the weight's gradient.
     inputs, norm, vocabulary = 4096 * 28 * 2048 * 2, 3 * 4096 * 2048 * 2, 151936
-    head = norm + vocabulary * (1024 * (2 + 2 + 4) + 2048 * 4)
+    head = norm + vocabulary * (1024 * (2 + 4) + 2048 * 4)
     assert memory_of(grpo_run()).activations_at_least == inputs + head
     whole = memory_of(grpo_run("policy.logprob_chunk_size=null"))
     assert whole.activations_at_least == inputs + norm + 4096 * vocabulary * 4
@@ -339,7 +371,7 @@ def test_lower_bound_of_activations_by_hand() -> None:
     plain = memory_of(grpo_run("policy.megatron_cfg.activation_checkpointing=none"))
     assert plain.activations_at_least == inputs + head + 28 * 4096 * kept
     first = memory_of(grpo_run("policy.megatron_cfg.pipeline_model_parallel_size=2"), 0)
-    assert first.activations_at_least == 4096 * 14 * 2048 * 2
+    assert first.activations_at_least == 4096 * (14 * 2048 * 2 + kept)  # one layer is computed again
 
 
 def test_fullest_moment_is_the_largest_of_the_three() -> None:
@@ -387,5 +419,5 @@ def test_what_recomputed_experts_leave() -> None:
     attention = 2 * (36 * 2 * 128 + 36 * 128 + 3 * 2048) + 4 * (2 + 36 + 32)
     routing = 128 * (4 + 1) + 257 * 4
     experts = 8 * (2048 + 3 * 768)
-    assert activations("moe") - activations("full") == 48 * 4096 * (attention + routing)
-    assert activations("none") - activations("moe") == 48 * 4096 * experts * 2
+    assert activations("moe") - activations("full") == 48 * 4096 * attention
+    assert activations("none") - activations("moe") == 48 * 4096 * (routing + experts * 2)

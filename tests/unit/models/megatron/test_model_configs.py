@@ -23,6 +23,9 @@ CARDS = {
     "Qwen3.5-35B-A3B-text": 35,
     "Qwen3.5-27B-text": 27,
     "Qwen3.5-35B-A3B": 35,
+    "dots.llm1.inst": 142,
+    "Solar-Open-100B": 102,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": 31.6,
 }
 """Billions of parameters, as the models' cards have them."""
 

@@ -13,18 +13,16 @@ import torch
 from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
-from nemo_rl_moe.models.megatron.model import transformer_config
+from nemo_rl_moe.models.megatron.model import transformer_engine
 from nemo_rl_moe.models.megatron.model.model_overrides import COMPUTING_FIELDS
 from nemo_rl_moe.models.megatron.model.releases import (
     MEGATRON_VERSION,
     mark_duplicated_weights,
     transformer_config_fields,
 )
-from nemo_rl_moe.models.megatron.model.transformer_config import (
-    _problems_with_dispatcher,
-    build_transformer_config,
-    require_transformer_engine,
-)
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.transformer_engine import require_transformer_engine
+from nemo_rl_moe.models.megatron.model.transformer_problems import _problems_with_dispatcher
 from nemo_rl_moe.models.policy.model_workers import _environment
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 
@@ -109,7 +107,7 @@ PAGE = "docs/sft.md#fields-without-a-key"
         ("test_mode", True, ANOTHER_MODEL),
         ("cuda_graph_warmup_steps", 1, "belongs to CUDA graphs, which are not supported"),
         ("qk_l2_norm", True, ANOTHER_MODEL),
-        ("mtp_num_layers", 1, "is not supported: layers of multi-token prediction are not built"),
+        ("mtp_num_layers", 1, "has a key of its own: policy.megatron_cfg.mtp_num_layers"),
         (
             "fp32_residual_connection",
             True,
@@ -185,7 +183,7 @@ def test_gpus_without_transformer_engine_are_refused(monkeypatch: pytest.MonkeyP
         require_transformer_engine()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     problem: str | None = "Transformer Engine was compiled for another torch"
-    monkeypatch.setattr(transformer_config, "problem_with_extension", lambda: problem)
+    monkeypatch.setattr(transformer_engine, "problem_with_extension", lambda: problem)
     with pytest.raises(ConfigurationError, match=f"^cluster.gpus_per_node: {problem}; or train on CPUs"):
         require_transformer_engine()
     problem = None

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
-from nemo_rl_moe.models.megatron.model.transformer_config import (
-    auxiliary_loss_names,
-    build_transformer_config,
-    moe_layer_indices,
-)
+from nemo_rl_moe.models.megatron.model.transformer_config import auxiliary_loss_names, build_transformer_config
 from nemo_rl_moe.models.megatron.moe_metrics import MAX_TRACKED_LAYERS, get_moe_metrics
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
+from nemo_rl_moe.routing.routers import moe_layer_indices
 from tests.support.gloo_ranks import RankError, run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_hf_config, tiny_policy
 from tests.support.training_run import record_auxiliary_loss

@@ -69,7 +69,7 @@ TRAINING: dict[tuple[str, str], tuple[int, str]] = {
     ("route_checks.RouteProbe.reduced", "copy to the host"): (1, "report"),
     ("token_means.TokenMeans.end_step", "tolist"): (1, "report: routing confidence"),
 }
-LOGPROBS = {("megatron_model.MegatronModel._on_host.<listcomp>", "copy to the host")}
+LOGPROBS = {("megatron_model.MegatronModel.measure", "copy to the host")}
 GENERATION = {
     ("captured_routes.CapturedRoutes.sequences", "copy to the host"),
     ("captured_routes.CapturedRoutes.sequences", "tensor"),  # of a stage, beside that copy

@@ -141,7 +141,7 @@ def test_long_rows_with_images_are_those_of_transformers_within_its_own_rounding
     ((difference, floor),) = run_ranks(compare_long_rows, 1, tmp_path / "model")
     print(f"{difference:.1e}, transformers from itself {floor:.1e}")
     assert 0 < floor < 1e-2
-    # As test_gated_delta_net.py allows it: processors differ.
+    # As test_recurrent_models.py allows it: processors differ.
     assert difference < 6 * max(floor, 1e-6)
 
 

@@ -342,6 +342,9 @@ def generate_and_train(
         # States of earlier tokens behind prompts of different lengths.
         full(2, layout(ep=2), UNEVEN_SHARES, "qwen3_5_moe_text"),
         slow(2, layout(tp=2), ONE_SHARE, "qwen3_next"),
+        # Routers in some layers of each stage, whose last layer has nothing but experts.
+        full(2, layout(pp=2), ONE_SHARE, "nemotron_h"),
+        slow(2, layout(ep=2), UNEVEN_SHARES, "nemotron_h"),
     ],
 )
 def test_routes_of_generation_are_those_of_training(

@@ -17,6 +17,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron.training.measurements import prefix_values, sequence_scores
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import save_model, token_ids
@@ -60,12 +61,14 @@ def scores_of_folders(policy: PolicyConfig, folders: Sequence[str], by_length: b
             hf_config = plain_config(load_hf_config(folder))
             model = MegatronModel(policy, hf_config, Path(folder), heads=(Head.VALUE,))
             if by_length:
-                scores = model.scores(shard_for(model, tiny_batch(4, hf_config.vocab_size)).microbatches)
+                scores = model.measure(
+                    shard_for(model, tiny_batch(4, hf_config.vocab_size)).microbatches, sequence_scores
+                )
                 rows = [float(score) for of_rows in scores for (score,) in of_rows]
             else:
                 batch = tiny_batch(3, hf_config.vocab_size, shortest=COLUMNS, longest=COLUMNS)
                 batch = replace(batch, input_ids=batch.input_ids.clamp(min=1))  # transformers would look before padding
-                values = model.values(shard_for(model, batch).microbatches)
+                values = model.measure(shard_for(model, batch).microbatches, prefix_values)
                 rows = [float(each[COLUMNS - 1]) for of_rows in values for each in of_rows]
             first = model.coordinates.data_parallel_rank * (8 // model.coordinates.data_parallel_size)
             found.append({first + row: score for row, score in enumerate(rows)})

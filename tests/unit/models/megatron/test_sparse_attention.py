@@ -1,21 +1,25 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3.2 and GLM-5: indexers whose weights are kept but not run, and what is refused."""
+"""DeepSeek-V3.2 and GLM-5: indexers whose weights pass through folders and checkpoints, and what is refused."""
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import FAMILIES
+from nemo_rl_moe.models.megatron.model.sparse_attention import chooses_tokens
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
-from nemo_rl_moe.models.position_limit import too_long_sequences
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import assert_same_tensors, save_model, tensors_in, trainer_of
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_policy
+from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_policy
 from tests.support.training_run import tiny_trainer
 
 MODEL = "glm_moe_dsa"
@@ -28,6 +32,10 @@ def write_in_bfloat16(folder: Path) -> None:
     torch.manual_seed(2)
     family_model = FAMILY_MODELS[MODEL]
     model = AutoModelForCausalLM.from_config(family_model.transformers_config(), dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):  # newer transformers make routers in float32
+            layer.mlp.gate.to(torch.bfloat16)
+            layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias.float()
     indexers = [layer.self_attn.indexer for layer in model.model.layers if layer.self_attn.indexer is not None]
     for indexer in indexers:
         for tensor in indexer.parameters():
@@ -73,21 +81,47 @@ def test_indexers_pass_from_folder_to_checkpoint_to_folder(tmp_path: Path) -> No
     assert in_float32 == {f"model.layers.1.self_attn.indexer.k_norm.{kind}" for kind in ("weight", "bias")}
 
 
-def test_sequences_that_the_indexer_would_choose_from_are_refused_in_one_line() -> None:
-    config_json = FAMILY_MODELS[MODEL].config_json()
-    policy = tiny_policy(model_name="my/model", max_total_sequence_length=33)
-    assert too_long_sequences(policy, config_json) == [
-        "policy.max_total_sequence_length: got 33, expected at most 32, the tokens of index_topk of my/model by its"
-        " config.json: in longer sequences an indexer chooses the tokens that attention sees, which is not computed"
-        " here"
-    ]
-    assert too_long_sequences(tiny_policy(max_total_sequence_length=32), config_json) == []
-    # As transformers has it where the file says nothing; the positions are more.
-    del config_json["index_topk"]
-    config_json["max_position_embeddings"] = 4096
-    assert too_long_sequences(tiny_policy(max_total_sequence_length=2048), config_json) == []
-    (line,) = too_long_sequences(tiny_policy(max_total_sequence_length=2049), config_json)
-    assert "expected at most 2048, the tokens of index_topk" in line
+def refused(name: str = "deepseek_v32_sparse", num_ranks: int = 1, **changes: Any) -> str:
+    """Return the line of the one setting that is refused."""
+    policy = tiny_policy(num_ranks, **changes)
+    with pytest.raises(ConfigurationError) as caught:
+        build_transformer_config(policy, FAMILY_MODELS[name].hf_config())
+    (line,) = caught.value.problems
+    return str(line)
+
+
+def test_what_a_choice_of_tokens_lacks_is_refused_in_one_line() -> None:
+    why = "in sequences longer than index_topk (4 tokens), indexers choose the tokens of attention"
+    assert refused(shared_prefix=True) == (
+        f"policy.shared_prefix: got true, expected false for a model with a choice of tokens: {why}"
+    )
+    sizes = layout(pp=2, first=1, last=3)
+    assert refused("glm_moe_dsa_sparse", 2, **sizes) == (
+        "policy.megatron_cfg.pipeline_model_parallel_size: got 2, with which layer 1 (from 0) begins a stage, but has"
+        f" no indexer: {why}, and choices do not pass between stages; expected stages that begin with a layer of"
+        " indexer_types 'full'"
+    )
+    policy = sharing_sequences(tiny_policy(2), 2)
+    with pytest.raises(ConfigurationError, match=r"context_parallel_size: got 2, expected 1: in sequences longer"):
+        build_transformer_config(policy, FAMILY_MODELS["deepseek_v32_sparse"].hf_config())
+
+
+def test_nothing_is_refused_while_indexers_would_choose_all_tokens() -> None:
+    hf_config = FAMILY_MODELS["glm_moe_dsa_sparse"].hf_config()
+    policy = tiny_policy(2, max_total_sequence_length=4, shared_prefix=True, **layout(pp=2, first=1, last=3))
+    assert not chooses_tokens(policy, hf_config)
+    build_transformer_config(policy, hf_config)
+
+
+@pytest.mark.parametrize(("name", "value"), [("deepseek_v32", True), ("glm_moe_dsa", False)])
+def test_a_rotation_that_transformers_does_not_compute_is_refused(name: str, value: bool, tmp_path: Path) -> None:
+    hf_config = FAMILY_MODELS[name].hf_config()
+    family = FAMILIES[name]
+    for allowed in (not value, None):
+        assert family.config_fields.problems({}, SimpleNamespace(indexer_rope_interleave=allowed), name) == []
+    hf_config.indexer_rope_interleave = value
+    (line,) = family.config_fields.problems({}, hf_config, family.name)
+    assert line.startswith(f"policy.model_name: config.json: indexer_rope_interleave: got {value}, supported for")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])

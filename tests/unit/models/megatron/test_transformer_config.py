@@ -11,14 +11,12 @@ import torch
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
+from nemo_rl_moe.models.megatron.model.stages import layers_of_chunks, layers_of_stages
 from nemo_rl_moe.models.megatron.model.transformer_config import (
-    _problems_with_stages,
-    _uneven_stages,
     build_transformer_config,
     effective_moe_configuration,
-    layers_of_chunks,
-    layers_of_stages,
 )
+from nemo_rl_moe.models.megatron.model.transformer_problems import _problems_with_stages, _uneven_stages
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 # isort: split

@@ -136,12 +136,12 @@ def test_models_are_built_of_its_modules(tmp_path: Path) -> None:
 def problems_with_packing(folder: str, versions: list[tuple[int, int]]) -> list[list[str]]:
     """Return the problems of a model with packed sequences, for each release of Transformer Engine."""
     from nemo_rl_moe.errors import ConfigurationError
-    from nemo_rl_moe.models.megatron.model import transformer_config
+    from nemo_rl_moe.models.megatron.model import transformer_config, transformer_engine
 
     hf_config = plain_config(load_hf_config(folder))
     problems = []
     for version in versions:
-        transformer_config._transformer_engine_version = lambda version=version: version  # type: ignore[assignment]
+        transformer_engine.release = lambda version=version: version  # type: ignore[assignment]
         transformer_config.build_transformer_config(tiny_policy(), hf_config)
         try:
             transformer_config.build_transformer_config(tiny_policy(sequence_packing__enabled=True), hf_config)

@@ -16,6 +16,7 @@ from nemo_rl_moe.algorithms.losses.value import ValueLoss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
+from nemo_rl_moe.models.megatron.training.measurements import prefix_values
 from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.gloo_ranks import run_ranks, run_ranks_with_engine
@@ -71,7 +72,7 @@ class Fitted:
 
 def values_of(trainer: MegatronModel, batch: TokenBatch) -> dict[int, np.ndarray]:
     place = trainer.coordinates
-    found = [row for values in trainer.values(shard_for(trainer, batch).microbatches) for row in values]
+    found = [row for values in trainer.measure(shard_for(trainer, batch).microbatches, prefix_values) for row in values]
     first = place.data_parallel_rank * (8 // place.data_parallel_size)
     return {row: each[: int(batch.lengths[row])].numpy() for row, each in enumerate(found, start=first)}
 

@@ -17,6 +17,7 @@ import io
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +502,10 @@ def test_sequences_that_training_lacks_are_reported(tmp_path: Path) -> None:
         ({"moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 1}, (1, 2, 3)),
         ({"moe_layers": [1, 4], "interleave_moe_layer_step": 1}, (1, 4)),
         ({"moe_layers": None, "interleave_moe_layer_step": 2}, (1, 3, 5)),
+        ({"hybrid_override_pattern": "ME*E-E"}, (1, 3, 5)),
+        ({"layers_block_type": ["mamba", "moe", "attention", "moe"], "hybrid_override_pattern": "ME*E-E"}, (1, 3)),
+        ({"layer_types": ["linear_attention", "moe", "full_attention", "moe"]}, (1, 3)),
+        ({"layer_types": ["linear_attention", "full_attention"] * 3, "num_dense_layers": 3}, (3, 4, 5)),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])
@@ -600,3 +605,14 @@ def test_healthy_commands_of_the_pages_have_no_finding(
     monkeypatch.chdir(EXAMPLES)
     assert main(["audit", *command.split()]) == 0
     assert "no findings" in capsys.readouterr().out
+
+
+def test_files_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(EXAMPLES / "slime" / "healthy", tmp_path / "dumps")
+    shutil.copy(EXAMPLES / "nemo_rl" / "log" / "train_data_step3.jsonl", tmp_path / "dumps" / "rollout_9.jsonl")
+    (tmp_path / "dumps" / "notes.json").write_text("{}")  # of another program
+    main(["audit", str(tmp_path / "dumps")])
+    note = "note: 1 file of another kind not read, such as rollout_9.jsonl: an audit reads one kind of file"
+    assert note in capsys.readouterr().out
+    main(["audit", str(EXAMPLES / "slime" / "healthy")])
+    assert "another kind" not in capsys.readouterr().out

@@ -213,7 +213,7 @@ def test_alerts_can_be_switched_off(tmp_path: Path) -> None:
     assert "warning" not in stream.getvalue()
 
 
-@pytest.mark.parametrize("name", ["sft.yaml", "dpo.yaml", "grpo.yaml"])
+@pytest.mark.parametrize("name", ["sft.yaml", "dpo.yaml", "rm.yaml", "grpo.yaml"])
 def test_the_shipped_thresholds_pass_over_a_router_that_evens_out_and_find_a_hot_rank(name: str) -> None:
     """The demo's first five steps send nothing to a quarter of the experts of a layer."""
     evening_out, hot = AlertWatch(shipped_alerts(name), TOPK), AlertWatch(shipped_alerts(name), TOPK)

@@ -54,6 +54,7 @@ class FusedAdam(WithMasters):
         else:
             settings = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
             torch.optim.Optimizer.__init__(self, params, {**settings, "weight_decay": weight_decay})
+            self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         # As the real one does: it cannot be made in a process on CPUs.
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 

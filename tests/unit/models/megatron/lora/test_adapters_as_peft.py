@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 ROUNDING = 5e-5
 """Of merged weights, which moves what latent attention computes of them; and of gated delta nets without adapters."""
 OTHER_CHUNKS = 6
-"""Room beside the difference of peft from itself with other chunks of the delta rule; see test_gated_delta_net.py."""
+"""Room beside the difference of peft from itself with other chunks of the delta rule; see test_recurrent_models.py."""
 ALL = ("all-linear",)
 WITH_ROUTER = ("all-linear", "router")
 

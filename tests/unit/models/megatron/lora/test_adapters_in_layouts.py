@@ -28,7 +28,7 @@ MLA = "deepseek_v3"
 SHARED_EXPERT = "qwen2_moe"
 DELTA_NETS = "qwen3_5_moe_text"
 BY_KEY_HEAD = "qwen3_next"
-"""Behind its delta rule stands a norm of numbers near 0, which makes rounding large; see test_gated_delta_net.py."""
+"""Behind its delta rule stands a norm of numbers near 0, which makes rounding large; see test_recurrent_models.py."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2_ep2_zero1": (4, layout(tp=2, pp=2, ep=2) | ZERO_1),

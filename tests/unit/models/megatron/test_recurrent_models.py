@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models with gated delta nets beside transformers over several chunks, with gradients; generation; what is refused.
+"""Models with gated delta nets or Mamba-2 beside transformers over several chunks, with gradients; generation; what is
+refused.
 
-transformers differs from itself with another chunk size: behind the rule stands a norm of numbers that can be near 0.
-That floor is measured in each run, and what is compared may differ by twice as much.
+transformers differs from itself with another chunk size: behind the recurrence stands a norm of numbers that can be
+near 0. That floor is measured in each run, and what is compared may differ by twice as much.
 """
 
 from dataclasses import replace
@@ -32,9 +33,9 @@ from tests.support.tiny_model import layout, parallel_job, sharing_sequences, ti
 from tests.support.training_run import tiny_trainer
 from tests.unit.models.megatron.tiny_trainers import shard_for
 
-MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
+MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5", "nemotron_h"))]
 TOKENS = 150
-"""More than two chunks of 64."""
+"""More than two chunks of 64, and more than one of 128."""
 LEAST = 1e-6
 
 
@@ -64,13 +65,16 @@ def gradients_of_transformers(model: Any, ids: Tensor, folder: Path) -> tuple[Te
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest difference of gradients, relative to the largest of each tensor."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - each).abs().max() / each.abs().max()) for name, each in expected.items())
+    # An expert without tokens has a gradient of 0.
+    sizes = {name: each.abs().max().clamp(min=1e-30) for name, each in expected.items()}
+    return max(float((found[name] - each).abs().max() / sizes[name]) for name, each in expected.items())
 
 
 def compare_long_rows(name: str, root: str, policy: PolicyConfig) -> dict[str, float]:
     """Run on one rank: differences of logits and gradients from transformers, and of transformers from itself."""
     folder = Path(root, "model")
-    as_released = replace(FAMILY_MODELS[name], fields={**FAMILY_MODELS[name].fields, "rms_norm_eps": 1e-6})
+    epsilon = {"layer_norm_epsilon": 1e-5} if name.startswith("nemotron") else {"rms_norm_eps": 1e-6}
+    as_released = replace(FAMILY_MODELS[name], fields={**FAMILY_MODELS[name].fields, **epsilon})
     with mock.patch.dict(FAMILY_MODELS, {name: as_released}):
         write_reference(name, folder)
     with parallel_job(policy):
@@ -147,6 +151,10 @@ def generated_and_full(name: str, policy: PolicyConfig) -> tuple[bool, float, li
         full("qwen3_5_moe_text", "auto"),
         full("qwen3_5_text", "auto"),
         full("qwen3_5_text", "local"),
+        ("nemotron_h", "auto"),
+        full("nemotron_h", "local"),
+        # The last layer has experts and no mixer, or a mixer and no experts.
+        full("nemotron_h_groups_odd_vocabulary", "auto"),
     ],
 )
 def test_state_of_earlier_tokens_gives_what_the_whole_sequence_gives(name: str, layer_spec: str) -> None:
@@ -155,6 +163,59 @@ def test_state_of_earlier_tokens_gives_what_the_whole_sequence_gives(name: str, 
     assert is_cached == (layer_spec == "auto")
     assert len({*lengths}) > 2, lengths
     assert difference < 1e-4, difference
+
+
+def trained_with(policy: PolicyConfig, ways: dict[str, PolicyConfig], root: str) -> dict[str, tuple[float, float]]:
+    """Return loss and gradient norm of a step from the same weights in each way."""
+    write_reference("nemotron_h", Path(root))
+    found = {}
+    with parallel_job(policy):
+        for way, settings in ways.items():
+            trainer = trainer_of(Path(root), settings)
+            result = trainer.train([shard_for(trainer, tiny_batch(4, vocabulary_size=60))], sft_loss)
+            found[way] = (result.global_loss, result.grad_norm)
+    return found
+
+
+def test_recomputed_layers_of_one_part_train_as_kept_ones(tmp_path: Path) -> None:
+    ways = {
+        f"{recomputed}, packed {packed}": tiny_policy(
+            activation_checkpointing=recomputed, sequence_packing__enabled=packed
+        )
+        for recomputed in ("none", "full", "moe")
+        for packed in (False, True)
+    }
+    (found,) = run_ranks(trained_with, 1, tiny_policy(), ways, str(tmp_path))
+    expected = found["none, packed False"]
+    for way, (loss, norm) in found.items():
+        assert loss == pytest.approx(expected[0], rel=1e-6), way
+        assert norm == pytest.approx(expected[1], rel=1e-5), way
+
+
+def with_small_time_steps(root: str, policy: PolicyConfig) -> dict[str, float]:
+    """Return the differences of log-probabilities from transformers with its limit of time steps and without."""
+    folder = Path(root)
+    write_reference("nemotron_h", folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = {key: each - 9 if key.endswith("dt_bias") else each for key, each in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    model, found = read_model(folder), {}
+    with parallel_job(policy):
+        trainer = trainer_of(folder, policy)
+        ids = long_rows(trainer.hf_config.vocab_size)
+        with torch.no_grad():
+            ours = trainer.chunks[0].eval()(ids, torch.arange(TOKENS).expand_as(ids), None).log_softmax(-1)
+            for limit in ("its own", "none"):
+                found[limit] = float((model(ids).logits.log_softmax(-1) - ours).abs().max())
+                for module in model.modules():
+                    if hasattr(module, "time_step_limit"):
+                        module.time_step_limit = (0.0, float("inf"))
+    return found
+
+
+def test_time_steps_have_no_lower_limit(tmp_path: Path) -> None:
+    (found,) = run_ranks(with_small_time_steps, 1, str(tmp_path), tiny_policy())
+    assert found["none"] < 1e-5 < 1e-4 < found["its own"], found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,33 +237,46 @@ def test_zero_centred_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     assert float((found != expected).float().mean()) < (1 if dtype is torch.float32 else 0.02)
 
 
-def test_context_parallelism_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "layers"), [("qwen3_5_moe_text", "gated delta nets"), ("nemotron_h", "Mamba-2 layers")]
+)
+def test_context_parallelism_is_refused(name: str, layers: str) -> None:
     policy = sharing_sequences(tiny_policy(2), 2)
     with pytest.raises(ConfigurationError) as caught:
-        build_transformer_config(policy, FAMILY_MODELS["qwen3_5_moe_text"].hf_config())
+        build_transformer_config(policy, FAMILY_MODELS[name].hf_config())
     assert caught.value.problems == [
         "policy.megatron_cfg.context_parallel_size: got 2, expected 1: ranks cannot share sequences of a model with"
-        " gated delta nets, whose state passes from token to token"
+        f" {layers}, whose state passes from token to token"
     ]
 
 
-def test_heads_that_ranks_cannot_share_are_refused() -> None:
-    config = FAMILY_MODELS["qwen3_next"].hf_config()
-    config.linear_num_key_heads, config.linear_num_value_heads = 3, 6
-    with pytest.raises(ConfigurationError, match="got 2, which does not divide the model's 3 linear key heads"):
+@pytest.mark.parametrize(
+    ("name", "fields", "parts"),
+    [
+        ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}, "linear key heads"),
+        ("nemotron_h", {"n_groups": 3, "mamba_num_heads": 6}, "groups of Mamba-2 heads"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused(name: str, fields: dict[str, int], parts: str) -> None:
+    config = FAMILY_MODELS[name].hf_config()
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with pytest.raises(ConfigurationError, match=f"got 2, which does not divide the model's 3 {parts}"):
         build_transformer_config(tiny_policy(2, **layout(tp=2)), config)
 
 
 # Numbers that stay in float32
 
 
+PRECISE = ("A_log", "linear_attn.norm.weight", ".D", "e_score_correction_bias")
+
+
 def write_as_published(name: str, folder: Path) -> None:
-    """Write a reference in bfloat16, with decays and norms of delta nets in float32."""
+    """Write a reference in bfloat16, with decays, norms of delta nets and skips of Mamba-2 in float32."""
     write_reference(name, folder)
     for file in folder.glob("*.safetensors"):
         tensors = {
-            key: tensor if key.endswith(("A_log", "linear_attn.norm.weight")) else tensor.bfloat16()
-            for key, tensor in load_file(file).items()
+            key: tensor if key.endswith(PRECISE) else tensor.bfloat16() for key, tensor in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})
     (folder / "files.json").unlink(missing_ok=True)
@@ -221,18 +295,22 @@ def save_before_and_after_an_update(policy: PolicyConfig, root: str) -> list[str
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "sizes"),
-    [(2, {"distributed_data_parallel_config__use_distributed_optimizer": True}), full(2, layout(tp=2))],
+    ("name", "num_ranks", "sizes"),
+    [
+        ("qwen3_next", 2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
+        full("qwen3_next", 2, layout(tp=2)),
+        full("nemotron_h", 2, layout(tp=2)),
+    ],
 )
 def test_decays_and_norms_stay_in_float32_beside_bfloat16(
-    num_ranks: int, sizes: dict[str, Any], tmp_path: Path
+    name: str, num_ranks: int, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    write_as_published("qwen3_next", tmp_path / "published")
+    write_as_published(name, tmp_path / "published")
     policy = tiny_policy(num_ranks, precision="bfloat16", **sizes)
     notices = run_ranks(save_before_and_after_an_update, num_ranks, policy, str(tmp_path))
     assert not any("rounded" in line for lines in notices for line in lines)
     published, before, after = (tensors_in(tmp_path / name) for name in ("published", "before", "after"))
-    precise = [name for name, tensor in published.items() if tensor.dtype == torch.float32]
+    precise = [key for key in published if key.endswith(PRECISE) and not key.endswith("correction_bias")]
     assert len(precise) == 2 * len([name for name in published if name.endswith("A_log")]) > 0
     for name, tensor in published.items():
         assert before[name].dtype == tensor.dtype
