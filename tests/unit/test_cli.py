@@ -77,7 +77,8 @@ def test_config_prints_what_loads_to_the_same(
 def test_config_proposes_a_rate_for_adapters_beside_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     adapters = "{rank: 4, alpha: 8, use_rslora: false, targets: [all-linear], dropout: 0, experts: none, init: kaiming}"
     words = [f"policy.lora={adapters}", "+policy.lora.path=null", "policy.megatron_cfg.optimizer.lr=1e-5"]
-    assert cli.main(["config", "--config", "sft_tiny_moe.yaml", *words, "data.train.path=sums"]) == 2
+    data = ["data.train.path=sums", "data.validation.path=no/such/file.jsonl"]
+    assert cli.main(["config", "--config", "sft_tiny_moe.yaml", *words, *data]) == 2
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["policy"]["lora"]["rank"] == 4
     warning, *problems = printed.err.splitlines()
