@@ -215,7 +215,10 @@ def planned(name: str, worker: WorkerMemory, transformer: Any, config: Any, voca
     if not name.startswith("training"):
         return held
     is_replayed = _is_replayed(config)
-    of_layer = [asdict(layer_activations(transformer, index, is_replayed=is_replayed)) for index in layers]
+    is_packed = config.policy.sequence_packing.enabled
+    of_layer = [
+        asdict(layer_activations(transformer, index, is_replayed=is_replayed, is_packed=is_packed)) for index in layers
+    ]
     of_layers = {term: tokens * sum(each[term] for each in of_layer) for term in of_layer[0]}
     is_frozen = config.policy.frozen_parts.language_model
     chunk = config.policy.logprob_chunk_size

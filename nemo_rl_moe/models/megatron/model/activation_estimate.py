@@ -50,13 +50,16 @@ class LayerActivations:
         return int(sum(astuple(self)))
 
 
-def layer_activations(transformer: TransformerConfig, index: int, *, is_replayed: bool = False) -> LayerActivations:
+def layer_activations(
+    transformer: TransformerConfig, index: int, *, is_replayed: bool = False, is_packed: bool = False
+) -> LayerActivations:
     """Return what a layer keeps. With full recomputation it is the input.
 
     Args:
         is_replayed: Whether routers replay captured experts, which the layer then keeps, also with recomputation.
+        is_packed: Whether sequences are packed, which widens the values of latent attention.
     """
-    kept = _kept_without_recomputation(transformer, index)
+    kept = _kept_without_recomputation(transformer, index, is_packed)
     has_experts = index in moe_layer_indices(transformer)
     chosen = transformer.moe_router_topk * _INT64 if is_replayed and has_experts else 0
     if transformer.recompute_granularity == "full":
@@ -68,18 +71,21 @@ def layer_activations(transformer: TransformerConfig, index: int, *, is_replayed
     return replace(kept, routing=kept.routing + chosen)
 
 
-def recomputed_activations(transformer: TransformerConfig, index: int, *, are_experts_adapted: bool = False) -> int:
+def recomputed_activations(
+    transformer: TransformerConfig, index: int, *, is_packed: bool = False, are_experts_adapted: bool = False
+) -> int:
     """Return the bytes of a token at the fullest moment of the layer's recomputation, beyond `layer_activations`.
 
     The moment is the end of the experts' last product. Experts are balanced.
 
     Args:
+        is_packed: As in `layer_activations`.
         are_experts_adapted: Whether routed experts have adapters.
     """
     has_experts = index in moe_layer_indices(transformer)
     if transformer.recompute_granularity is None:
         return 0
-    kept = _kept_without_recomputation(transformer, index)
+    kept = _kept_without_recomputation(transformer, index, is_packed)
     before_experts = kept.total - kept.input - kept.matrices
     if not has_experts:
         return before_experts + kept.matrices if transformer.recompute_granularity == "full" else 0
@@ -94,7 +100,7 @@ def recomputed_activations(transformer: TransformerConfig, index: int, *, are_ex
     return int((before_experts if is_whole else kept.routing) + of_experts * transformer.params_dtype.itemsize)
 
 
-def _kept_without_recomputation(transformer: TransformerConfig, index: int) -> LayerActivations:
+def _kept_without_recomputation(transformer: TransformerConfig, index: int, is_packed: bool) -> LayerActivations:
     each = transformer.params_dtype.itemsize
     hidden = transformer.hidden_size * each
     mixer, has_mlp = mixers_of(transformer)[index], index in layers_with_mlp(transformer)
@@ -108,7 +114,7 @@ def _kept_without_recomputation(transformer: TransformerConfig, index: int) -> L
     latents = _latents(transformer) if has_attention else []
     return LayerActivations(
         input=hidden,
-        attention=_attention(transformer, mixer) * each,
+        attention=_attention(transformer, mixer, is_packed) * each,
         query_key_norms=normed_heads * transformer.kv_channels * each,
         latents=2 * sum(latents) * each,
         # Queries and keys each have their own.
@@ -121,16 +127,19 @@ def _kept_without_recomputation(transformer: TransformerConfig, index: int) -> L
     )
 
 
-def _attention(transformer: TransformerConfig, mixer: Mixer | None) -> int:
+def _attention(transformer: TransformerConfig, mixer: Mixer | None, is_packed: bool) -> int:
     if mixer is None:
         return 0
     if mixer is not Mixer.ATTENTION:
         # Inputs of the convolution and of the recurrence, output gates, and the recurrence's output.
         sizes = recurrent_sizes(transformer, tensor=1)
         return int(2 * sum(sizes.convolved) + 2 * sizes.values)
-    value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
-    heads = transformer.num_attention_heads + transformer.num_query_groups
-    return int(heads * (transformer.kv_channels + value_dim))
+    key_dim, heads = transformer.kv_channels, transformer.num_attention_heads
+    value_dim = transformer.v_head_dim if transformer.multi_latent_attention else key_dim
+    if is_packed and value_dim != key_dim:
+        # Megatron-Core pads packed values to the width of keys. The output is kept padded, and again without padding.
+        return int(heads * (4 * key_dim + value_dim))
+    return int((heads + transformer.num_query_groups) * (key_dim + value_dim))
 
 
 def _latents(transformer: TransformerConfig) -> list[int]:

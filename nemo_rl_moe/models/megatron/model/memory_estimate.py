@@ -417,7 +417,10 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     megatron = config.policy.megatron_cfg
     is_replayed = isinstance(megatron, RolloutMegatronConfig) and megatron.routing_replay != "none"
     layers = _layers_of_stage(transformer, stage)
-    kept = sum(layer_activations(transformer, index, is_replayed=is_replayed).total for index in layers)
+    is_packed = config.policy.sequence_packing.enabled
+    kept = sum(
+        layer_activations(transformer, index, is_replayed=is_replayed, is_packed=is_packed).total for index in layers
+    )
     # Tensor-parallel ranks share tokens (sequence parallelism), heads, and the logits (by vocabulary).
     found = tokens * kept // tensor
     of_choice = choice_bytes(config.policy, hf_config, transformer.params_dtype.itemsize)
@@ -426,7 +429,10 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     # Every rank has the replayed positions of all layers, as they come and as they are used.
     found += tokens * 2 * of_choice.positions * len(family_of(hf_config).indexed_layers(hf_config))
     has_adapters = config.policy.lora is not None and config.policy.lora.experts != "none"
-    of_layers = (recomputed_activations(transformer, index, are_experts_adapted=has_adapters) for index in layers)
+    of_layers = (
+        recomputed_activations(transformer, index, is_packed=is_packed, are_experts_adapted=has_adapters)
+        for index in layers
+    )
     at_once = tokens * max(of_layers, default=0) // tensor
     if stage == transformer.pipeline_model_parallel_size - 1:
         has_logits = not algorithm_of(config).scores_sequences
@@ -439,7 +445,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
             is_frozen=config.policy.frozen_parts.language_model,
         )
         if mtp_layers := num_trained_mtp_layers(config.policy, hf_config):
-            of_layer = layer_activations(transformer, _like_mtp_layers(transformer), is_replayed=False).total
+            of_layer = layer_activations(transformer, _like_mtp_layers(transformer), is_packed=is_packed).total
             head += mtp_layers * (head + tokens * of_layer // tensor)
         at_once = max(at_once, head)
     return found + at_once

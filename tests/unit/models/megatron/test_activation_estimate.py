@@ -102,6 +102,13 @@ def test_latent_attention_by_hand() -> None:
     assert (kept.query_key_norms, kept.routing, kept.matrices) == (0, 0, 0)
 
 
+def test_packed_values_are_padded_to_the_width_of_keys() -> None:
+    """Kimi-K2: 64 heads with keys of 192 and values of 128, padded while packed; the output padded and not padded."""
+    transformer = _transformer_config(GLM_4_7_FLASH, "examples/assets/model_configs/Kimi-K2-Instruct")
+    assert layer_activations(transformer, 1, is_packed=True).attention == 2 * 64 * (4 * 192 + 128)
+    assert layer_activations(transformer, 1).attention == 2 * 64 * 2 * (192 + 128)
+
+
 def test_the_first_layer_of_glm_has_matrices_alone() -> None:
     kept = layer_activations(_transformer_config(GLM_4_7_FLASH, GLM_4_7_FLASH_FOLDER), 0)
     assert kept.matrices == 2 * 3 * 10240  # gate, up and their product
