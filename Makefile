@@ -70,6 +70,7 @@ FAKE_CARD_HEADERS := $(FAKE_CARD_VENV)/headers/nvidia/cu13/include
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
 # Bytecode is kept, whatever the user's shell says: the tests' own takes seconds to make, in each process that reads it.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest
+FAKE_CARD_PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FAKE_CARD_VENV)/bin/python -m pytest
 # Two at a time; who is done takes tests from the other. Unit tests of pure functions come first (tests/conftest.py).
 IN_PARALLEL := -n 2 --dist worksteal
 # Two files of runs at a time: half of a run is starting processes, which two cores do side by side.
@@ -254,12 +255,11 @@ test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a res
 test-fake-card: $(FAKE_CARD_LIBRARIES) # the code for GPUs on torch for CUDA, with a pretended GPU; installs that torch first
 	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
 	@[ ! -f $(FAKE_CARD_VENV)/missing ] || echo "[fake-card] skipped for want of a package: $$(cat $(FAKE_CARD_VENV)/missing)"
-	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card $(PYTEST_ARGUMENTS) \
-		--ignore tests/fake_card/test_vllm.py
+	@$(FAKE_CARD_PYTEST) tests/fake_card $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) --ignore tests/fake_card/test_vllm.py
 
 test-fake-card-vllm: $(FAKE_CARD_VLLM) # runs whose trainer shares the pretended GPU with vLLM for CUDA
 	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test
-	@OMP_NUM_THREADS=1 $(FAKE_CARD_VENV)/bin/python -m pytest tests/fake_card/test_vllm.py $(PYTEST_ARGUMENTS)
+	@$(FAKE_CARD_PYTEST) tests/fake_card/test_vllm.py $(PYTEST_ARGUMENTS)
 
 fake-card-recipes: $(FAKE_CARD_LIBRARIES) $(FAKE_CARD_ENGINE) # memory of recipes at full size, beside what `plan` says
 	@$(FAKE_CARD_VENV)/bin/python -W ignore -m tests.fake_card.self_test

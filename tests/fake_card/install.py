@@ -18,7 +18,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADERS = ("nvidia-cuda-runtime", "nvidia-cuda-crt")
-_OF_TESTS = ("hypothesis", "pytest", "pytest-timeout")
+_OF_TESTS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 _OF_NVIDIA = re.compile(r"Requires-Dist: (cuda-toolkit|nvidia-)")
 
 

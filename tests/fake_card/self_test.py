@@ -55,6 +55,20 @@ def _numbers_are_right() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def _products_of_bfloat16_are_summed_in_float32() -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 3, 3, generator=generator).bfloat16() for _ in range(2))
+    expected = (first.float() @ second.float()).bfloat16()
+    first, second = first.cuda(), second.cuda()
+    written, added = torch.empty_like(first[0]), torch.zeros_like(first[1])
+    torch.mm(first[0], second[0], out=written)
+    added.addmm_(first[1], second[1])
+    for found in (first @ second, torch.stack([written, added])):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
 def _backward_runs_in_threads_of_the_card() -> None:
     import threading
 
@@ -103,6 +117,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     _libraries_are_fake,
     _memory_is_counted,
     _numbers_are_right,
+    _products_of_bfloat16_are_summed_in_float32,
     _backward_runs_in_threads_of_the_card,
     _random_states_are_the_card_s,
     _waits_are_reported,
