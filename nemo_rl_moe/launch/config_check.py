@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_rl_moe.config.algorithm import roles_of
 from nemo_rl_moe.config.checks import path_problems
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
-from nemo_rl_moe.config.schema_policy import PolicyConfig, RoleModelConfig
+from nemo_rl_moe.config.schema_policy import FrozenRoleConfig, PolicyConfig, RoleModelConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.runs.loggers.factory import find_custom_backends
@@ -36,7 +36,7 @@ def missing_parts(config: MasterConfig) -> list[str]:
 def _checks_of_models(config: MasterConfig) -> Iterator[Callable[[], object]]:
     """Yield functions that raise if a local model cannot be laid out or computed as the configuration says."""
     models: dict[str, PolicyConfig | RoleModelConfig] = {POLICY_ROLE: config.policy, **roles_of(config)}
-    here = [name for name, model in models.items() if (Path(model.model_name) / "config.json").is_file()]
+    here = [name for name, model in models.items() if _is_here(model)]
     if not here:
         return
     # Imported here: Megatron-Core takes seconds.
@@ -60,6 +60,12 @@ def _checks_of_models(config: MasterConfig) -> Iterator[Callable[[], object]]:
                 raise ConfigurationError(problems)
 
     yield from (partial(check, name) for name in here)
+
+
+def _is_here(model: PolicyConfig | RoleModelConfig) -> bool:
+    """Return whether a model, and the adapter of a frozen one, are folders. `path_problems` names one that is not."""
+    adapter = model.adapter if isinstance(model, FrozenRoleConfig) else None
+    return (Path(model.model_name) / "config.json").is_file() and (adapter is None or Path(adapter).is_dir())
 
 
 def _checks_of_code(config: MasterConfig) -> Iterator[Callable[[], object]]:

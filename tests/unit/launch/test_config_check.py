@@ -100,3 +100,12 @@ def test_the_layout_of_a_local_model_is_checked(folder: Path, capsys: pytest.Cap
     models = [f"policy.model_name={TINY}", f"distillation.teachers.teacher.model_name={TINY}"]
     assert cli.main(["config", "--config", *words, *models]) == 2
     assert f"error: distillation.teachers.teacher.{stages}: got 3" in capsys.readouterr().err
+
+
+def test_a_teacher_s_missing_adapter_is_named_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "distillation.teachers.teacher"
+    words = [f"{key}.model_name={TINY}", f"{key}.adapter=no/such"]
+    assert cli.main(["config", "--config", "distillation_tiny_moe.yaml", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no/such" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: distillation.teachers.teacher.adapter: no/such not found in the working folder ")
