@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.shapes import Bool, Int
@@ -99,10 +100,10 @@ class ExpertLoadRecorder:
         """True inside `training_forward`."""
         return self._microbatch is not None
 
-    def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Record a `StepEvent` when the backward pass of a chunk begins. `output` is the output of its forward pass."""
-        if output.requires_grad:
-            output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
+    def watch_backward(self, heads: Sequence[Tensor], chunk: int, microbatch: int) -> None:
+        """Record a `StepEvent` when the backward pass of a chunk begins. `heads` are the outputs with a gradient."""
+        event = StepEvent(BACKWARD, chunk, microbatch)
+        register_multi_grad_hook(heads, lambda _: self.events.append(event), mode="any")
 
     def add(
         self,

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
@@ -164,18 +165,22 @@ class ForwardBackward:
             for observer in self.observers:
                 stack.enter_context(observer.training_forward(forward))
             output = self._run_model(model, microbatch, number, labels=microbatch.inputs.labels)
-        for observer in self.observers:
-            observer.after_forward(forward, output)
         mtp_logprobs, bare.mtp_logprobs = bare.mtp_logprobs, ()
-        for found in (output, *mtp_logprobs):
-            if found.requires_grad:  # recomputation runs the routers again
-                found.register_hook(lambda _: give_tokens())
-        for hooks in (self.hooks, self.indexer_hooks):
-            if hooks is not None:
-                hooks.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
         values, bare.values = bare.values, None
         candidates, bare.candidates = bare.candidates, None
+        # A loss may use any of them alone, and recomputation runs the routers again.
+        heads = [
+            head
+            for head in (output, *mtp_logprobs, entropy, values, candidates)
+            if head is not None and head.requires_grad
+        ]
+        register_multi_grad_hook(heads, lambda _: give_tokens(), mode="any")
+        for hooks in (self.hooks, self.indexer_hooks):
+            if hooks is not None:
+                hooks.watch_backward(heads, chunk, microbatch)
+        for observer in self.observers:
+            observer.after_forward(forward, heads)
         if not bare.predicts_tokens:  # the output is then the values
             return output, partial(_value_loss, shard, loss_function, microbatch)
         loss = partial(_training_loss, shard, loss_function, microbatch, entropy, values, candidates)

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -88,11 +89,11 @@ class IndexerHooks:
                 attention.seen = None
             self._give(chunk, microbatch, None)
 
-    def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
+    def watch_backward(self, heads: Sequence[Tensor], chunk: int, microbatch: ModelMicrobatch) -> None:
         """Give the captured positions again when the backward pass begins, for layers that recomputation runs."""
         captured = self._captured(microbatch)
-        if captured is not None and output.requires_grad:
-            output.register_hook(lambda _: self._give(chunk, microbatch, captured))
+        if captured is not None:
+            register_multi_grad_hook(heads, lambda _: self._give(chunk, microbatch, captured), mode="any")
 
     def clear(self) -> None:
         """Remove all positions. Called after the last backward pass, so that later passes choose for themselves."""

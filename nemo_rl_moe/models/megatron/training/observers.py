@@ -92,8 +92,8 @@ class ExpertLoadReports(StepObserver):
             is_image = forward.microbatch.in_router_order(is_image, cut_of_rank(self._config))
         return self.recorder.training_forward(forward.chunk, forward.number, is_image)
 
-    def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
-        self.recorder.watch_backward(output, forward.chunk, forward.number)
+    def after_forward(self, forward: TrainingForward, heads: Sequence[Tensor]) -> None:
+        self.recorder.watch_backward(heads, forward.chunk, forward.number)
 
     def end_step(self) -> StepObservations:
         """Return the metrics of `get_moe_metrics`, the same on every rank, and the load matrix on rank 0."""

@@ -19,12 +19,13 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
+from nemo_rl_moe.models.megatron.layers.recurrent_mixer import RecurrentMixer
 from nemo_rl_moe.models.megatron.layers.routers import unconverted_state
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
@@ -94,11 +95,35 @@ def wrap_data_parallel(
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
+    if chosen.overlap_param_gather:
+        for chunk in wrapped:
+            _wait_for_weights_of_uncalled_modules(chunk)
     config.finalize_model_grads_func = finalize_model_grads
     if chosen.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _wait_for_weights_of_uncalled_modules(chunk: DistributedDataParallel) -> None:
+    """Let a module that reads another's weights without a call wait for them. Megatron-Core waits in calls."""
+
+    def wait_for(read: nn.Module) -> None:
+        for parameter in read.parameters():
+            if (group := chunk.param_to_bucket_group.get(parameter)) is not None:  # None: frozen
+                group.finish_param_sync()
+
+    for reader, read in _reads_without_call(chunk):
+        reader.register_forward_pre_hook(lambda _module, _inputs, read=read: wait_for(read))
+
+
+def _reads_without_call(chunk: DistributedDataParallel) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield pairs of a called module, and the module whose weights are read in the call or right after it."""
+    for module in chunk.modules():
+        if isinstance(module, RecurrentMixer):
+            yield module, module.conv1d
+        if isinstance(module, GPTModel) and module.post_process:  # the chunked head is after the last norm
+            yield module.decoder.final_layernorm, module.output_layer
 
 
 def build_optimizer(
@@ -170,13 +195,19 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait for the updated weights if parameter gathers overlap. Every rank calls it.
+    """Gather the updated weights if parameter gathers overlap. Every rank calls it.
 
     Otherwise refits, checkpoints and exports would read old weights. Forward passes wait by themselves.
     """
     for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
+        if not chunk.ddp_config.overlap_param_gather:
+            continue
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            # An outstanding gather is of the weights before the update, and Megatron-Core would take it for this one.
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+        chunk.start_param_sync(force_sync=True)
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:

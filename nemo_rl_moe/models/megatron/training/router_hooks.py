@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -210,11 +211,11 @@ class RouterHooks:
             self.probe.add(layers, planes, live[..., first], microbatch, self.cut)
         self._probed.add(chunk)
 
-    def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
+    def watch_backward(self, heads: Sequence[Tensor], chunk: int, microbatch: ModelMicrobatch) -> None:
         """Set the replayed experts again when the backward pass begins, for the routers that recomputation runs."""
         routes = self._routes(chunk, microbatch) if self._replays else None
-        if routes is not None and output.requires_grad:
-            output.register_hook(lambda _: self._give(chunk, routes))
+        if routes is not None:
+            register_multi_grad_hook(heads, lambda _: self._give(chunk, routes), mode="any")
 
     def start_step(self, num_updates: int = 1) -> None:
         self._waiting.clear()

@@ -59,8 +59,8 @@ class StepObserver:
         """Return a context that is open during this forward pass, but not while the pass is recomputed."""
         return nullcontext()
 
-    def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
-        """Receive the output of a chunk. A gradient hook on the output runs when the backward pass begins."""
+    def after_forward(self, forward: TrainingForward, heads: Sequence[Tensor]) -> None:
+        """Receive the outputs of a chunk with a gradient. The first of them to get it begins the backward pass."""
 
     def end_step(self) -> StepObservations:
         """Return the observations. Every rank calls it."""

@@ -47,7 +47,7 @@ from tests.unit.models.megatron.test_chunked_head import (
     numbers,
     whole_logits,
 )
-from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, shard_for
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, PACKED, replay_policy, shard_for, with_random_routes
 
 K = 4
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
@@ -217,6 +217,20 @@ def own_tokens_as_candidates(policy: PolicyConfig) -> dict[int, tuple[np.ndarray
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: Seen) -> None:
     _agree(run_ranks(observe, world_size, tiny_policy(world_size, **changes), "mixed"), expected)
+
+
+def norm_under_replay(checkpointing: str, loss: DistillationLoss) -> float:
+    with tiny_trainer(replay_policy(activation_checkpointing=checkpointing), MODEL) as trainer:
+        batch = with_random_routes(with_teacher(tiny_batch(3, vocabulary_size=61), 5))
+        return trainer.train([shard_for(trainer, batch)], loss).grad_norm
+
+
+@pytest.mark.parametrize("checkpointing", ["moe", full("full")])
+def test_recomputation_replays_for_a_loss_of_candidates_alone(checkpointing: str) -> None:
+    """The backward pass begins at the candidates: the loss does not use the tokens' log-probabilities."""
+    loss = divergence_loss("reverse")
+    norms = [run_ranks(norm_under_replay, 1, each, loss)[0] for each in ("none", checkpointing)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 @pytest.mark.full

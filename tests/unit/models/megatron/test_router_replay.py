@@ -200,7 +200,7 @@ def test_layout_replays_as_one_rank_does(world_size: int, changes: dict[str, Any
 class _LostInTheBackwardPass(RouterHooks):
     """Replays in the forward pass alone, as Megatron-Core's REPLAY_FORWARD does."""
 
-    def watch_backward(self, output: Any, chunk: int, microbatch: Any) -> None:
+    def watch_backward(self, heads: Any, chunk: int, microbatch: Any) -> None:
         """Forgets it."""
 
 

@@ -118,7 +118,7 @@ def test_events_follow_the_order_of_the_passes() -> None:
     for microbatch in (0, 1):
         with made.training_forward(chunk=1, microbatch=microbatch):
             outputs.append(weight * microbatch)
-        made.watch_backward(outputs[-1], chunk=1, microbatch=microbatch)
+        made.watch_backward([outputs[-1]], chunk=1, microbatch=microbatch)
     for output in reversed(outputs):
         (output * output).sum().backward()
     assert made.events == [(FORWARD, 1, 0), (FORWARD, 1, 1), (BACKWARD, 1, 1), (BACKWARD, 1, 0)]
@@ -128,11 +128,11 @@ def test_a_watched_output_keeps_its_gradient() -> None:
     made = recorder()
     plain, watched = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     output = watched * 2
-    made.watch_backward(output, 0, 0)
+    made.watch_backward([output], 0, 0)
     (output * 3).sum().backward()
     (plain * 2 * 3).sum().backward()
     assert torch.equal(watched.grad, plain.grad)
-    made.watch_backward(torch.ones(3), 0, 0)
+    made.watch_backward([], 0, 0)
     assert len(made.events) == 1
 
 
