@@ -37,6 +37,12 @@ def mtp_can_be_trained(config: MasterConfig) -> Iterator[str]:
             f"{_MEGATRON}.mtp_detach_heads: got false, expected true with {_MEGATRON}.pipeline_model_parallel_size"
             f" {megatron.pipeline_model_parallel_size}: the last stage has only a copy of the embedding"
         )
+    if megatron.model_overrides.get("gradient_accumulation_fusion") and not megatron.mtp_detach_heads:
+        yield (
+            f"{_MEGATRON}.mtp_detach_heads: got false, expected true with"
+            f" {_MEGATRON}.model_overrides.gradient_accumulation_fusion true, which leaves out the output layer's"
+            " gradient of these layers"
+        )
 
 
 MTP_RULES = (mtp_can_be_trained,)

@@ -37,6 +37,11 @@ PIPELINE = f"{M}.pipeline_model_parallel_size=2"
             f"{M}.mtp_detach_heads=false",
         ): f"{M}.mtp_detach_heads: got false, expected true with {M}.pipeline_model_parallel_size 2: the last stage has"
         " only a copy of the embedding",
+        (
+            f"{M}.model_overrides={{gradient_accumulation_fusion: true}}",
+            f"{M}.mtp_detach_heads=false",
+        ): f"{M}.mtp_detach_heads: got false, expected true with {M}.model_overrides.gradient_accumulation_fusion true,"
+        " which leaves out the output layer's gradient of these layers",
     }.items(),
 )
 def test_a_broken_rule_is_one_line(problems_of: Problems, overrides: tuple[str, ...], line: str) -> None:

@@ -94,6 +94,8 @@ def plan_deliveries(
 ) -> tuple[list[Delivery], list[str]]:
     """Return the tensors of which this rank has a part, in the order of gathering, and the parameters without a rule.
 
+    Every tensor-parallel rank calls it.
+
     Args:
         is_wanted: Function of a name: whether to gather the tensor. The answer must be the same on all ranks.
     """
@@ -102,7 +104,9 @@ def plan_deliveries(
     without_rule = []
     is_classifier = any(chunk.is_classifier for chunk in chunks)
     copies = copies_of(chunks, hf_config)
-    for piece in parameter_pieces(chunks, config):
+    pieces = list(parameter_pieces(chunks, config))
+    narrow_types = _narrow_types(pieces)
+    for piece in pieces:
         rule = written_rule_of(piece, hf_config, is_classifier=is_classifier)
         if rule is None:
             without_rule.append(piece.name)
@@ -114,11 +118,23 @@ def plan_deliveries(
             for part in {part.source.name: part for part in parts}.values():
                 name = part.source.name
                 items.setdefault(name, []).append((piece, each))
-                headers[name] = TensorHeader(name, part.shape, piece.exported_type), part.source.is_stacked
+                dtype = narrow_types.get(piece.name, piece.local.dtype)
+                headers[name] = TensorHeader(name, part.shape, dtype), part.source.is_stacked
     # Files begin with the larger types.
     names = sorted(filter(is_wanted, items), key=lambda name: -headers[name][0].dtype.itemsize)
     by_expert = {name: tuple(sorted(items[name], key=lambda item: item[1].expert or 0)) for name in names}
     return _assigned([(*headers[name], by_expert[name]) for name in names]), without_rule
+
+
+def _narrow_types(pieces: Sequence[ParameterPiece]) -> dict[str, torch.dtype]:
+    """Return name -> `narrower_type` of the parameters that it represents exactly on all tensor-parallel ranks."""
+    found = [(piece, piece.narrower_type) for piece in pieces if piece.narrower_type is not None]
+    if not found:
+        return {}
+    are_exact = torch.stack([(piece.local.to(narrow) == piece.local).all() for piece, narrow in found]).int()
+    # Ranks gather in the order of the types.
+    dist.all_reduce(are_exact, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
+    return {piece.name: narrow for (piece, narrow), is_exact in zip(found, are_exact.tolist(), strict=True) if is_exact}
 
 
 def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]]) -> list[Delivery]:

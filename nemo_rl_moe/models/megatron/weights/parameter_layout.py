@@ -56,14 +56,6 @@ class ParameterPiece:
         """Whether the tensor is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
 
-    @property
-    def exported_type(self) -> torch.dtype:
-        """Type in files: `narrower_type` if it represents every number exactly, else the tensor's type."""
-        narrow = self.narrower_type
-        if narrow is None or not torch.equal(self.local.to(narrow).float(), self.local):
-            return self.local.dtype
-        return narrow
-
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
         missing = self.full_shape()[0] - rows.shape[0]
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows

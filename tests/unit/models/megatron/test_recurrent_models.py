@@ -319,3 +319,23 @@ def test_decays_and_norms_stay_in_float32_beside_bfloat16(
         assert after[name].dtype == torch.float32
         assert not torch.equal(after[name], before[name])
         assert not torch.equal(after[name], after[name].bfloat16().float())
+
+
+def export_where_ranks_differ(policy: PolicyConfig, folder: str) -> None:
+    """Save weights whose decays bfloat16 represents exactly on the first rank alone."""
+    with tiny_trainer(policy, "nemotron_h") as trainer:
+        step = 1 / 1024 if trainer.coordinates.tensor_rank else 0
+        for name, parameter in trainer.chunks[0].named_parameters():
+            if name.endswith("A_log"):
+                parameter.data.fill_(1 + step)
+        trainer.save_weights(Path(folder), {})
+
+
+def test_ranks_agree_on_the_type_of_their_parts(tmp_path: Path) -> None:
+    policy = tiny_policy(2, precision="bfloat16", **layout(tp=2))
+    run_ranks(export_where_ranks_differ, 2, policy, str(tmp_path / "saved"), timeout_s=60)
+    saved = {name: tensor for name, tensor in tensors_in(tmp_path / "saved").items() if name.endswith("A_log")}
+    assert saved
+    for tensor in saved.values():
+        assert tensor.dtype == torch.float32
+        assert set(tensor.tolist()) == {1, 1 + 1 / 1024}
