@@ -13,14 +13,15 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.quick_list import full, listed, slow
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import Difference, RankRun, RunSettings, difference, train_run
-from tests.unit.models.megatron.tiny_trainers import OVERLAP, ZERO_1, assert_within
+from tests.unit.models.megatron.tiny_trainers import CHUNKED, OVERLAP, ZERO_1, assert_within
 
 # Largest seen over all layouts and both versions of Megatron-Core: 6e-8, 5e-7, 5e-7 and 6e-6; a weight moves by 1e-2.
 TOLERANCE = Difference(loss=5e-7, grad_norm=2e-6, moe_metrics=2e-6, weights=1e-5)
 
 LATE_WEIGHTS = {
     "distributed_data_parallel_config__overlap_param_gather": True,
-    "distributed_data_parallel_config__bucket_size": 20_000,
+    "distributed_data_parallel_config__bucket_size": 1000,  # a bucket for each matrix
+    **CHUNKED,
 }
 DENSE_STAGE = {"mlp_only_layers": [0, 1]}
 
@@ -30,6 +31,7 @@ LAYOUTS = {
     "dp2_zero1_overlap": (2, ZERO_1 | OVERLAP),
     "dp2_zero1_late_weights": (2, ZERO_1 | OVERLAP | LATE_WEIGHTS),
     "ep2_dp4_zero1_late_weights": (4, layout(ep=2) | ZERO_1 | OVERLAP | LATE_WEIGHTS),
+    "pp2_dp2_zero1_late_weights": (4, layout(pp=2) | ZERO_1 | OVERLAP | LATE_WEIGHTS),
     "dp4": (4, {}),
     "ep2": (2, layout(ep=2)),
     "ep2_zero1": (2, layout(ep=2) | ZERO_1),
