@@ -90,14 +90,17 @@ class VisionInput:
             position_ids = position_ids.expand(3, *position_ids.shape)
         if self.pre_process:  # type: ignore[attr-defined]
             if decoder_input is None:
+                # The tower first, also without images: modules gather late weights in the order of their calls.
                 features = self.image_features(self.model_columns)
+                is_blank = features is None and torch.is_grad_enabled()
+                zero = self._zero_of_tower(input_ids.device) if is_blank else None
                 decoder_input = self.embedding(input_ids=input_ids, position_ids=None)  # type: ignore[attr-defined]
                 if features is not None:
                     is_image = self.model_columns[IS_IMAGE]
                     deep = [placed(torch.zeros_like(decoder_input), is_image, each) for each in features.deep]
                     decoder_input = placed(decoder_input, is_image, features.embeddings)
-                elif torch.is_grad_enabled():
-                    decoder_input = decoder_input + self._zero_of_tower(input_ids.device).to(decoder_input.dtype)
+                elif zero is not None:
+                    decoder_input = decoder_input + zero.to(decoder_input.dtype)
             if self.config.sequence_parallel:  # type: ignore[attr-defined]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
                 deep = [tensor_parallel.scatter_to_sequence_parallel_region(each) for each in deep]

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """With `overlap_param_gather`, no weight is read before it has been gathered, whatever module reads it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_reference import trainer_of
 from tests.support.gloo_ranks import run_ranks
-from tests.support.quick_list import listed
-from tests.support.tiny_model import tiny_batch, tiny_policy
-from tests.support.training_run import FAMILY_MODELS, tiny_trainer
+from tests.support.mtp_layers import write_with_mtp_layers
+from tests.support.quick_list import listed, some_of
+from tests.support.tiny_model import parallel_job, tiny_batch, tiny_policy
+from tests.support.training_run import tiny_trainer
+from tests.support.vision_models import MODELS as VISION_MODELS
+from tests.support.vision_models import mixed_batch, write_vision_model
 from tests.unit.models.megatron.tiny_trainers import OVERLAP, ZERO_1, shard_for
 
 LATE_WEIGHTS = {
@@ -73,16 +81,48 @@ def _watched(trainer: MegatronTrainer) -> Iterator[_Reads]:
 
 def _train(family: str | None, changes: dict[str, Any]) -> tuple[set[str], int, dict[str, np.ndarray]]:
     with tiny_trainer(tiny_policy(2, **changes), {} if family is None else family) as trainer:
-        batches = [tiny_batch(3 + update, trainer.hf_config.vocab_size) for update in range(NUM_UPDATES)]
-        with _watched(trainer) as reads:
-            trainer.train([shard_for(trainer, batch) for batch in batches], sft_loss)
-        weights = {name: p.detach().float().numpy().copy() for name, p in trainer.chunks[0].named_parameters()}
-        return reads.too_early, len(reads.in_time), weights
+        return _watch(trainer, [tiny_batch(3 + update, trainer.hf_config.vocab_size) for update in range(NUM_UPDATES)])
+
+
+def _watch(trainer: MegatronTrainer, batches: Sequence[TokenBatch]) -> tuple[set[str], int, dict[str, np.ndarray]]:
+    shards = [shard_for(trainer, batch) for batch in batches]
+    shards = [replace(each, microbatches=tuple(rows.fetched(list) for rows in each.microbatches)) for each in shards]
+    with _watched(trainer) as reads:
+        trainer.train(shards, sft_loss)
+    weights = {name: p.detach().float().numpy().copy() for name, p in trainer.chunks[0].named_parameters()}
+    return reads.too_early, len(reads.in_time), weights
+
+
+def _train_folder(folder: str, model_type: str, changes: dict[str, Any]) -> tuple[set[str], int, Any]:
+    """Train a model with images, whose second global batch has none, or a text model."""
+    with parallel_job(policy := tiny_policy(2, **changes)):
+        trainer = trainer_of(Path(folder), policy, num_steps=1)
+        plain = tiny_batch(3, 50)
+        first = mixed_batch(model_type) if model_type in VISION_MODELS else plain
+        return _watch(trainer, [first, plain, first])
 
 
 @pytest.mark.parametrize("family", listed(FAMILY_MODELS, QUICK, IN_FULL))
 def test_no_weight_is_read_before_it_is_there(family: str) -> None:
     for too_early, num_read, _ in run_ranks(_train, 2, family, LATE_WEIGHTS):
+        assert too_early == set()
+        assert num_read > 10
+
+
+@pytest.mark.parametrize("model_type", some_of(VISION_MODELS, 0, 1))
+def test_no_weight_of_a_tower_is_read_before_it_is_there(model_type: str, tmp_path: Path) -> None:
+    write_vision_model(model_type, tmp_path)
+    for too_early, num_read, _ in run_ranks(_train_folder, 2, str(tmp_path), model_type, LATE_WEIGHTS):
+        assert too_early == set()
+        assert num_read > 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_no_weight_of_an_mtp_layer_is_read_before_it_is_there(is_detached: bool, tmp_path: Path) -> None:
+    write_with_mtp_layers("deepseek_v3", tmp_path)
+    changes = {**LATE_WEIGHTS, "mtp_num_layers": 1, "mtp_detach_heads": is_detached}
+    for too_early, num_read, _ in run_ranks(_train_folder, 2, str(tmp_path), "deepseek_v3", changes):
         assert too_early == set()
         assert num_read > 10
 
