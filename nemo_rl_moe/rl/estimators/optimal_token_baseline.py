@@ -67,6 +67,7 @@ def probabilities_are_of_all_tokens(config: GRPOMasterConfig) -> Iterator[str]:
 OPTIMAL_TOKEN_BASELINE = Estimator(
     "optimal_token_baseline",
     token_advantages,
+    of_tokens=True,
     needs_score_norms=True,
     rules=(rewards_are_not_scaled, probabilities_are_of_all_tokens),
 )
