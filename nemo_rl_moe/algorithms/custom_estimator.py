@@ -14,6 +14,7 @@ from nemo_rl_moe.config.user_code import described, error_in_user_code, import_f
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
+from nemo_rl_moe.rl.objectives.rules import tokens_have_their_own_ratio
 
 KEY = "grpo.adv_estimator.name"
 _TRIED_TOKENS = 3
@@ -87,13 +88,15 @@ def check_estimator(config: GRPOMasterConfig) -> None:
     if not is_custom(name):
         return
     try:
-        custom_advantages(name, _tried_inputs(config))
+        found = custom_advantages(name, _tried_inputs(config))
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"{KEY}: {name} raised in a trial with rewards of 0 and 1: {error_in_user_code(error)}"
         ) from error
+    if found.ndim == 3 and (problems := list(tokens_have_their_own_ratio(config))):
+        raise ConfigurationError(problems)
 
 
 def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:

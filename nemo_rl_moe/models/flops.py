@@ -20,7 +20,8 @@ class IndexerFlops:
     """Numbers of operations of a model's indexers, summed over layers. They have no backward pass.
 
     Attributes:
-        topk: Number of tokens that a query sees. Indexers do not run in shorter sequences.
+        topk: Number of tokens that a query sees. Indexers have no effect in sequences of up to this length, which do
+            not count, although indexers run in all sequences of a microbatch with a longer one.
         per_pair: Operations for each pair of a query and an earlier key or its own.
     """
 
@@ -43,11 +44,16 @@ class ForwardFlops:
         per_pair: Attention window -> operations for each pair of a query and a visible key. A window is the number of
             keys that a query sees, including its own. None means all keys up to its own.
         indexers: Operations of sparse attention's indexers, if the model has them.
+        frozen_per_token: Part of `per_token` by frozen weights, which have no gradient.
+        mtp: Operations of trained layers of multi-token prediction and of the output layer after them, which only
+            training has.
     """
 
     per_token: int
     per_pair: Mapping[int | None, int]
     indexers: IndexerFlops | None = None
+    frozen_per_token: int = 0
+    mtp: "ForwardFlops | None" = None
 
     def forward(self, lengths: Iterable[int]) -> int:
         lengths = list(lengths)
@@ -66,9 +72,10 @@ class ForwardFlops:
             is_frozen: Whether the weights are frozen, so that no gradients of weights are computed.
         """
         lengths = list(lengths)
-        of_weights = self.per_token * sum(lengths) if is_frozen else 0
+        of_weights = (self.per_token if is_frozen else self.frozen_per_token) * sum(lengths)
+        of_mtp = 0 if self.mtp is None else self.mtp.training(lengths)
         # A backward pass has two products for each product of the forward pass.
-        return self.forward(lengths) + 2 * self._of_decoder(lengths) - of_weights
+        return self.forward(lengths) + 2 * self._of_decoder(lengths) - of_weights + of_mtp
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -81,7 +88,13 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def forward_flops(
-    config: Any, vocabulary_size: int, windows: Iterable[int | None], indexers: IndexerFlops | None = None
+    config: Any,
+    vocabulary_size: int,
+    windows: Iterable[int | None],
+    indexers: IndexerFlops | None = None,
+    *,
+    mtp_layers: int = 0,
+    detaches_mtp: bool = False,
 ) -> ForwardFlops:
     """Return the numbers of operations of a model's forward pass, per token and per pair of query and key.
 
@@ -90,18 +103,27 @@ def forward_flops(
     Args:
         windows: Attention window of each layer with attention, see `ForwardFlops`.
         indexers: Operations of indexers, if these choose the keys of each layer.
+        mtp_layers: Number of trained layers of multi-token prediction.
+        detaches_mtp: Whether their loss does not train the output layer.
     """
     if indexers is not None:
         # A query sees as many keys as in a window.
         windows = [indexers.topk for _ in windows]
-    moe_layers = set(moe_layer_indices(config))
-    products = config.hidden_size * vocabulary_size
-    products += sum(_MIXERS[mixer](config) for mixer in mixers_of(config) if mixer is not None)
-    for index in layers_with_mlp(config):
-        products += _moe(config) if index in moe_layers else _mlp(config, config.hidden_size, config.ffn_hidden_size)
+    head = config.hidden_size * vocabulary_size
+    products = head + sum(_MIXERS[mixer](config) for mixer in mixers_of(config) if mixer is not None)
+    products += sum(_mlp_or_moe(config, index) for index in layers_with_mlp(config))
     of_a_layer = 2 * config.num_attention_heads * sum(_head_dims(config))
+    mtp = None
+    if mtp_layers:
+        joined = 2 * config.hidden_size**2  # projection of hidden state and embedding
+        of_mtp = joined + _projections(config) + _mlp_or_moe(config, config.num_layers - 1) + head
+        mtp = ForwardFlops(
+            2 * mtp_layers * of_mtp,
+            {None: mtp_layers * of_a_layer},
+            frozen_per_token=2 * mtp_layers * head if detaches_mtp else 0,
+        )
     return ForwardFlops(
-        2 * products, {window: of_a_layer * count for window, count in Counter(windows).items()}, indexers
+        2 * products, {window: of_a_layer * count for window, count in Counter(windows).items()}, indexers, mtp=mtp
     )
 
 
@@ -150,6 +172,13 @@ def _latent_projections(config: Any) -> int:
     of_latent = hidden * (latent + config.qk_pos_emb_head_dim)
     of_keys_and_values = latent * heads * (config.qk_head_dim + config.v_head_dim)
     return int(of_queries + of_latent + of_keys_and_values + heads * config.v_head_dim * hidden)
+
+
+def _mlp_or_moe(config: Any, index: int) -> int:
+    """Return a token's multiplications in a layer's MLP or experts."""
+    if index in moe_layer_indices(config):
+        return _moe(config)
+    return _mlp(config, config.hidden_size, config.ffn_hidden_size)
 
 
 def _moe(config: Any) -> int:

@@ -46,6 +46,11 @@ def from_median(step: EstimatorInputs) -> torch.Tensor:
     return step.rewards - step.rewards.median(dim=1, keepdim=True).values
 
 
+def from_median_of_tokens(step: EstimatorInputs) -> torch.Tensor:
+    """Return the same for each token."""
+    return from_median(step)[:, :, None].expand(step.token_mask.shape)
+
+
 def doubled(inputs: ObjectiveInputs) -> torch.Tensor:
     """Return the objective of twice PPO's loss, without a clip."""
     return -2 * inputs.ratio * inputs.advantages

@@ -9,5 +9,5 @@ deviation.
 from nemo_rl_moe.rl.estimators.interface import Estimator
 from nemo_rl_moe.rl.estimators.reinforce import reinforce_advantages
 
-GAE = Estimator("gae", reinforce_advantages, baseline="none")
+GAE = Estimator("gae", reinforce_advantages, baseline="none", of_tokens=True)
 """Before values exist, the advantage is the reward. GAE gives the same with values of 0 and no discount."""

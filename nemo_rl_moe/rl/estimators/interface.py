@@ -68,6 +68,7 @@ class Estimator:
         baseline: Responses with which a response is compared: its group, all of the step, or none.
         reads: Keys in `SWITCHES` that the estimator reads.
         reads_named_rewards: Whether the estimator reads the named rewards instead of their sum.
+        of_tokens: Whether tokens of a sequence may have different advantages.
         needs_score_norms: Whether the estimator reads `score_norms`, for which a step has one more forward pass.
         is_informative: Function that returns which groups are worth training on. Dynamic sampling replaces other
             groups.
@@ -79,6 +80,7 @@ class Estimator:
     baseline: Literal["group", "step", "none"] = "group"
     reads: frozenset[str] = frozenset()
     reads_named_rewards: bool = False
+    of_tokens: bool = False
     needs_score_norms: bool = False
     is_informative: Callable[[EstimatorInputs], Bool[Tensor, " groups"]] = rewards_differ
     rules: tuple[Callable[[GRPOMasterConfig], Iterator[str]], ...] = ()

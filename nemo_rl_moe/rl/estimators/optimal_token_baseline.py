@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nemo_rl_moe.rl.estimators.comparison import EQUAL_REWARDS_TOLERANCE
 from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs, rewards_are_not_scaled
 from nemo_rl_moe.rl.gae import token_rewards
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -23,7 +24,8 @@ def token_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generatio
     `t` counts the sampled tokens of a response in order of time. `G_t` is the return: the rewards from token `t` on.
     `W_t = sum_{j <= t} w_j` adds up the squared norms `w_j = 1 - 2 pi_j + sum_v pi_v^2` of the gradients of the tokens'
     log-probabilities by the logits (the logit-gradient proxy). A token that no other response of the group reaches has
-    the baseline 0. Before the norms are known, all are 1.
+    the baseline 0, as in verl: its advantage is the return, even if all rewards are equal. Before the norms are known,
+    all are 1.
     """
     import torch
 
@@ -55,6 +57,17 @@ def token_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generatio
     return torch.zeros_like(advantages).scatter(2, order, advantages)
 
 
+def any_token_has_an_advantage(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
+    """Return which groups have a token with an advantage other than 0, apart from rounding.
+
+    Which groups these are does not depend on the norms.
+    """
+    largest = token_advantages(inputs).abs().flatten(1).amax(dim=1)
+    magnitude = inputs.rewards.double().abs().amax(dim=1).clamp(min=1.0)
+    # In this form, a group with a NaN counts.
+    return ~(largest <= EQUAL_REWARDS_TOLERANCE * magnitude)
+
+
 def probabilities_are_of_all_tokens(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that probabilities are over the full vocabulary."""
     if config.loss_fn.sampling_mask != "none":
@@ -67,6 +80,8 @@ def probabilities_are_of_all_tokens(config: GRPOMasterConfig) -> Iterator[str]:
 OPTIMAL_TOKEN_BASELINE = Estimator(
     "optimal_token_baseline",
     token_advantages,
+    of_tokens=True,
     needs_score_norms=True,
+    is_informative=any_token_has_an_advantage,
     rules=(rewards_are_not_scaled, probabilities_are_of_all_tokens),
 )

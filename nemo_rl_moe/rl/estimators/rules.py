@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.interface import SWITCHES
+from nemo_rl_moe.rl.objectives.rules import tokens_have_their_own_ratio
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -50,6 +51,13 @@ def equal_rewards_teach_nothing(config: GRPOMasterConfig) -> Iterator[str]:
         )
 
 
+def advantages_reach_their_tokens(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that tokens with different advantages have different ratios."""
+    estimator = ESTIMATORS.get(config.grpo.adv_estimator.name)
+    if estimator is not None and estimator.of_tokens:
+        yield from tokens_have_their_own_ratio(config)
+
+
 def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that the estimator reads each changed setting in `SWITCHES`, and check the estimator's own rules."""
     chosen = config.grpo.adv_estimator
@@ -80,5 +88,6 @@ def _word(value: bool | str) -> str:
 ESTIMATOR_RULES = (
     responses_have_others_to_be_compared_with,
     equal_rewards_teach_nothing,
+    advantages_reach_their_tokens,
     estimator_reads_its_settings,
 )

@@ -75,5 +75,6 @@ TURN_GRPO = Estimator(
     "turn_grpo",
     turn_grpo_advantages,
     reads=frozenset({"use_leave_one_out_baseline"}),
+    of_tokens=True,
     is_informative=any_turn_differs,
 )

@@ -62,6 +62,7 @@ GMPO = Objective(
     gmpo,
     gmpo_clipping,
     bounds_weight=True,
+    of_sequences=True,
     unread={"ratio_clip_c": "", "sequence_level_importance_ratios": ", which clips each token's ratio before the mean"},
     rules=(has_a_sequence_loss,),
 )

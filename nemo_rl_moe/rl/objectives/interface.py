@@ -125,6 +125,7 @@ class Objective:
         function: Function that returns the loss of each token.
         clipping: Function that returns the tokens that the objective stops, for the metrics of clipping.
         bounds_weight: Whether the objective bounds the weight of a token that older weights sampled.
+        of_sequences: Whether the tokens of a sequence share one ratio.
         ratio_to_generation: Whether the ratio is always relative to the log-probabilities of the engine.
         select: Function that chooses tokens from all trained tokens of a step, before the step's first update. It gets
             the log-probabilities of the policy before the step, the advantages, the mask, the section `loss_fn`, and a
@@ -138,6 +139,7 @@ class Objective:
     function: Callable[[ObjectiveInputs], Float[Tensor, "sequences targets"]]
     clipping: Callable[[ObjectiveInputs], Clipping] = no_clipping
     bounds_weight: bool = False
+    of_sequences: bool = False
     ratio_to_generation: bool = False
     select: Select | None = None
     unread: Mapping[str, str] = field(default_factory=dict)

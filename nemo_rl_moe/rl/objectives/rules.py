@@ -27,3 +27,20 @@ def objective_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
             yield f"loss_fn.{key}: got {got}, expected {expected} with loss_fn.objective {loss.objective}{reason}"
     for rule in objective.rules:
         yield from rule(config)
+
+
+def tokens_have_their_own_ratio(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that tokens of a sequence do not share a ratio, for an estimator that gives them different advantages."""
+    loss = config.loss_fn
+    objective = OBJECTIVES.get(loss.objective)
+    if objective is None:  # a custom function may use the ratio of each token
+        return
+    reason = (
+        f"with grpo.adv_estimator.name {config.grpo.adv_estimator.name}, which gives an advantage to each token: one"
+        " ratio for a sequence would train all its tokens on their mean advantage"
+    )
+    if objective.of_sequences:
+        expected = "one with a ratio for each token, such as clipped,"
+        yield f"loss_fn.objective: got {objective.name}, expected {expected} {reason}"
+    elif loss.sequence_level_importance_ratios:
+        yield f"loss_fn.sequence_level_importance_ratios: got true, expected false {reason}"

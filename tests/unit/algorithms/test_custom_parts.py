@@ -21,8 +21,8 @@ from tests.support.grpo_inputs import advantages_of_rewards
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 
-def config_with(estimator: str) -> GRPOMasterConfig:
-    settings = [f"{ESTIMATOR}={estimator}", "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8"]
+def config_with(estimator: str, *more: str) -> GRPOMasterConfig:
+    settings = [f"{ESTIMATOR}={estimator}", "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8", *more]
     return load_grpo_config("grpo_tiny_moe.yaml", settings, check_paths=False)
 
 
@@ -108,6 +108,18 @@ def test_what_can_be_used_passes() -> None:
     for key, name in ((ESTIMATOR, f"{NAME}:from_median"), (ESTIMATOR, "grpo"), (OBJECTIVE, f"{NAME}:doubled")):
         check(key, name)
     check_objective(config_of())
+
+
+@pytest.mark.parametrize("ratio", [f"{OBJECTIVE}=gmpo", "loss_fn.sequence_level_importance_ratios=true"])
+def test_advantages_of_tokens_do_not_share_a_ratio(ratio: str) -> None:
+    changes = ["loss_fn.token_level_loss=false", ratio]
+    check_estimator(config_with(f"{NAME}:from_median", *changes))
+    check_estimator(config_with(f"{NAME}:from_median_of_tokens"))
+    with pytest.raises(ConfigurationError) as error:
+        check_estimator(config_with(f"{NAME}:from_median_of_tokens", *changes))
+    (line,) = error.value.problems
+    assert line.startswith(f"{ratio.partition('=')[0]}: got ")
+    assert f" with {ESTIMATOR} {NAME}:from_median_of_tokens, which gives an advantage to each token: " in line
 
 
 @pytest.mark.parametrize("name", ["raising", "raising_below"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.advantages import compute_advantages
+from nemo_rl_moe.algorithms.custom_estimator import KEY
 from nemo_rl_moe.algorithms.grpo_batch import make_batch
 from nemo_rl_moe.algorithms.logged_samples import ZERO_VARIANCE, logged_samples
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
@@ -133,6 +134,33 @@ class TestOptimalTokenBaseline:
         assert alone[0].tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
         torch.testing.assert_close(alone[1], otb(otb_inputs())[1])
 
+    @pytest.mark.parametrize("norms", [None, torch.tensor([0.0, 0.3, 0.0, 1.7, 0.2], dtype=torch.float64)])
+    def test_informative_groups_have_an_advantage_by_any_norms(self, norms: Tensor | None) -> None:
+        """Only the longest of right responses has a fourth token. The mean of three rewards of 0.7 is rounded."""
+        lengths = [[2, 4, 4], [2, 3, 4], [4, 1, 2], [4, 4, 4]]
+        mask = torch.arange(5) < torch.tensor(lengths)[:, :, None]
+        rewards = torch.tensor([[0.7] * 3, [1.0] * 3, [0.0] * 3, [1.0, 0.0, 1.0]], dtype=torch.float64)
+        given = replace(
+            inputs_of_rewards(rewards, section("optimal_token_baseline")),
+            token_mask=mask,
+            token_turns=torch.zeros(mask.shape, dtype=torch.long).where(mask, -1),
+            score_norms=None if norms is None else norms.expand(mask.shape),
+        )
+        found = otb(given)
+        assert found[1].tolist() == [pytest.approx([0, 0, 0, is_longest, 0], abs=1e-12) for is_longest in (0, 0, 1)]
+        assert found[0].any(), "by rounding alone"
+        assert ESTIMATORS["optimal_token_baseline"].is_informative(given).tolist() == [False, True, False, True]
+
+    def test_rewards_of_turns_inform_if_their_sums_are_equal(self) -> None:
+        turns = torch.tensor([[[0, 1, 1], [0, 1, -1]]] * 2)
+        turn_rewards = torch.tensor([[[0.5, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
+        mask = (turns >= 0) & (torch.arange(3) < 2)
+        given = otb_inputs(
+            rewards=torch.ones(2, 2, dtype=torch.float64), token_mask=mask, token_turns=turns.where(mask, -1)
+        )
+        is_informative = ESTIMATORS["optimal_token_baseline"].is_informative
+        assert is_informative(replace(given, turn_rewards=turn_rewards)).tolist() == [True, False]
+
     def test_a_step_computes_the_norms_and_trains_on_the_advantages(self) -> None:
         config = small_config("grpo.max_num_steps=1", "grpo.adv_estimator.name=optimal_token_baseline", UNSCALED)
         loop = Loop(config)
@@ -164,6 +192,14 @@ class TestZeroVarianceFiltering:
         assert trained.tolist() == [True, not filters, not filters]
         plain = make_batch(small_config(), self.groups(), PAD_TOKEN, 0)
         assert torch.equal(batch.columns["advantages"].values, plain.columns["advantages"].values)
+
+    def test_advantages_in_groups_of_equal_rewards_are_trained_on(self) -> None:
+        config = small_config("grpo.zero_variance_filtering=true", f"{KEY}=optimal_token_baseline", UNSCALED)
+        lengths = [(2, 2, 4), (2, 4, 4)]
+        found = [trajectory(response_ids=[5] * length, reward=1.0) for group in lengths for length in group]
+        batch = make_batch(config, RolloutGroups(found, found, num_generations=3, num_filled=0), PAD_TOKEN, 0)
+        assert batch.token_mask.sum(dim=1).tolist() == [2, 2, 4, 0, 0, 0]
+        assert batch.columns["advantages"].values.sum(dim=1).tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
 
     def test_samples_say_why(self) -> None:
         found = logged_samples(small_config("grpo.zero_variance_filtering=true"), self.groups())

@@ -6,11 +6,11 @@ import pytest
 
 from nemo_rl_moe.config.checks_algorithms import GRPO_RULES
 from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
-from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.loading import load_any_config, load_grpo_config
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.gdpo import rewards_are_shared
 from nemo_rl_moe.rl.objectives import OBJECTIVES
-from tests.unit.config.conftest import Problems
+from tests.unit.config.conftest import Problems, problems_with
 
 NO_TASK = ("env.reward.kind=math",)
 EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
@@ -407,6 +407,16 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
         " too"
         for name in ("reinforce", "reinforce_plus_plus")
     },
+    "advantages_reach_their_tokens": {
+        (*changes, f"{ESTIMATOR}={name}", "loss_fn.token_level_loss=false", f"{key}={value}"): f"{key}: got {value},"
+        f" expected {expected} with grpo.adv_estimator.name {name}, which gives an advantage to each token: one ratio"
+        " for a sequence would train all its tokens on their mean advantage"
+        for changes, name in (((), "turn_grpo"), (UNSCALED, "optimal_token_baseline"))
+        for key, value, expected in (
+            (GSPO, "true", "false"),
+            (OBJECTIVE, "gmpo", "one with a ratio for each token, such as clipped,"),
+        )
+    },
     "has_a_sequence_loss": {
         (f"{OBJECTIVE}=gmpo",): "loss_fn.token_level_loss: got true, expected false with loss_fn.objective gmpo: the"
         " one value of a sequence would count as often as it has tokens",
@@ -467,6 +477,13 @@ def test_broken_rule_gives_its_one_line(grpo_problems_of: Problems, overrides: t
     assert grpo_problems_of(*overrides) == [line]
 
 
+@pytest.mark.parametrize("setting", [f"{GSPO}=true", f"{OBJECTIVE}=gmpo"])
+def test_advantages_of_a_critic_need_a_ratio_of_each_token(setting: str) -> None:
+    (line,) = problems_with(load_any_config, "ppo_tiny_moe.yaml")(setting, "loss_fn.token_level_loss=false")
+    assert line.startswith(f"{setting.partition('=')[0]}: got ")
+    assert f" with {ESTIMATOR} gae, which gives an advantage to each token: " in line
+
+
 def test_every_rule_has_a_broken_example() -> None:
     records = (*ESTIMATORS.values(), *OBJECTIVES.values())
     rules = [*GRPO_RULES, *(rule for record in records for rule in record.rules)]
@@ -492,6 +509,8 @@ def test_every_rule_has_a_broken_example() -> None:
         (f"{OBJECTIVE}=dppo_tv", "loss_fn.ratio_clip_c=20.0"),
         (f"{OBJECTIVE}=kl_cov", "grpo.num_prompts_per_step=32"),
         (f"{OBJECTIVE}=kl_cov", *AHEAD),
+        (f"{ESTIMATOR}=turn_grpo", f"{OBJECTIVE}=sapo", "loss_fn.token_level_loss=false"),
+        (f"{ESTIMATOR}=turn_grpo", f"{OBJECTIVE}=a:b", f"{GSPO}=true", "loss_fn.token_level_loss=false"),
         ("loss_fn.clip_cov_min=9.0",),
         ("grpo.zero_variance_filtering=true",),
         NO_TASK,

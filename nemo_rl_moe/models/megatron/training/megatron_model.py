@@ -39,6 +39,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     attention_windows,
     build_transformer_config,
     effective_moe_configuration,
+    num_trained_mtp_layers,
 )
 from nemo_rl_moe.models.megatron.model.vision_model import pixels_per_token_of_positions
 from nemo_rl_moe.models.megatron.training.captured_routes import Capturing, StagesOfLayers, routes_of_microbatch
@@ -163,6 +164,8 @@ class MegatronModel:
                 self.hf_config.vocab_size,
                 attention_windows(self.config),
                 indexer_flops(self.policy, self.hf_config),
+                mtp_layers=num_trained_mtp_layers(self.policy, self.hf_config) if self._trains_mtp else 0,
+                detaches_mtp=self.policy.megatron_cfg.mtp_detach_heads,
             ),
             gpu=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
         )

@@ -16,9 +16,9 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import tiny_policy
 
 
-def flops_of(hf_config: Any) -> ForwardFlops:
+def flops_of(hf_config: Any, **mtp: Any) -> ForwardFlops:
     transformer = build_transformer_config(tiny_policy(), hf_config)
-    return forward_flops(transformer, hf_config.vocab_size, attention_windows(transformer))
+    return forward_flops(transformer, hf_config.vocab_size, attention_windows(transformer), **mtp)
 
 
 def test_a_dense_model_of_grouped_queries() -> None:
@@ -97,6 +97,27 @@ def test_indexers_run_forward_only_and_limit_the_pairs() -> None:
     assert found.training([6]) == 3 * decoder + of_indexers
     assert found.forward([3]) == plain.forward([3])
     assert indexer_flops(tiny_policy(max_total_sequence_length=4), hf_config) is None
+
+
+def test_layers_of_multi_token_prediction_count_in_training() -> None:
+    """Each joins two vectors of 32, and has attention, the last layer's experts or MLP, and the output layer again."""
+    queries, latent, keys_and_values, output = 32 * 10 + 10 * 4 * 12, 32 * (12 + 4), 12 * 4 * (8 + 6), 4 * 6 * 32
+    moe = 32 * 16 + (3 + 1) * 3 * 32 * 12
+    of_layer = 2 * 32 * 32 + queries + latent + keys_and_values + output + moe
+    hf_config = FAMILY_MODELS["deepseek_v3"].hf_config()
+    plain, joint = flops_of(hf_config), flops_of(hf_config, mtp_layers=1)
+    detached = flops_of(hf_config, mtp_layers=1, detaches_mtp=True)
+    assert joint.mtp == ForwardFlops(2 * (of_layer + 32 * 64), {None: 2 * 4 * (12 + 6)})
+    assert joint.mtp.per_token == 23_936
+    assert joint.forward([5, 2]) == plain.forward([5, 2])
+    # 15 and 3 pairs. Without a gradient of the output layer's weight, its products are two instead of three.
+    of_mtp = 7 * 23_936 + 18 * 144
+    assert joint.training([5, 2]) == plain.training([5, 2]) + 3 * of_mtp
+    assert detached.training([5, 2]) == plain.training([5, 2]) + 3 * of_mtp - 7 * 2 * 32 * 64
+
+    dense = flops_of(FAMILY_MODELS["qwen3_5_text"].hf_config(), mtp_layers=2).mtp
+    of_layer = 2 * 32 * 32 + 32 * 16 * (3 * 4 + 2 * 2) + 3 * 32 * 48
+    assert dense == ForwardFlops(2 * 2 * (of_layer + 32 * 61), {None: 2 * 2 * 2 * 4 * 16})
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen2_moe_dense_layers_normalized_weights", "deepseek_v2", "mixtral"])

@@ -183,6 +183,28 @@ def test_training_is_that_of_the_published_equations(
     assert set(ranks[0]["layers"]) == {expected["moe_layers"][0]}, "metrics of the load are of the model's layers"
 
 
+def training_flops(policy: PolicyConfig, folder: str) -> int:
+    """Return the operations of training on a sequence of five tokens, as the rank reports them."""
+    with parallel_job(policy):
+        flops = trainer_of(Path(folder), policy, num_steps=1).describe({}).forward_flops
+        assert flops is not None
+        return flops.training([5])
+
+
+def test_training_counts_the_operations_of_the_layers(root: Path) -> None:
+    """As in test_flops.py: 15 pairs. A detached loss does not train the output layer of 32 x 64."""
+    folder, _ = reference("deepseek_v3", root, True)
+    settings: list[tuple[int | None, bool]] = [(None, True), (1, True), (1, False)]
+    without, detached, joint = (
+        run_ranks(training_flops, 1, policy_of(folder, 1, is_detached=is_detached, mtp_num_layers=number), str(folder))[
+            0
+        ]
+        for number, is_detached in settings
+    )
+    assert joint - without == 3 * (5 * 23_936 + 15 * 144)
+    assert joint - detached == 5 * 2 * 32 * 64
+
+
 def test_a_detached_loss_leaves_the_model_alone(root: Path, tmp_path: Path) -> None:
     """Without clipping, all other weights are bit for bit as without these layers."""
     folder, _ = reference("deepseek_v3", root, True)
