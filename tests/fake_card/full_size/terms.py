@@ -26,6 +26,8 @@ _LINES = (
     ("gemm.py:general_gemm", "multi_latent_attention.py:_qkv_down_projection", "latents"),
     ("base.py:prepare_forward", "multi_latent_attention.py:", "latents"),
     ("", "multi_latent_attention.py:qkv_up_proj_and_rope_apply", "attention"),
+    ("", "multi_latent_attention.py:_prepare_mla_core_attention_value", "attention"),
+    ("multi_latent_attention.py:forward", "", "attention"),  # the output without padding
     ("gemm.py:general_gemm", "mlp.py:forward", "matrices"),
     ("fused_bias_swiglu.py:", "mlp.py:forward", "matrices"),
     ("rmsnorm.py:op_forward", "transformer_layer.py:", "norms"),
