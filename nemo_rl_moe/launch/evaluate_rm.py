@@ -3,6 +3,7 @@
 """Evaluation of a reward model without training: the share of held-out pairs whose chosen response scores higher."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,7 @@ def evaluate_rm(config: RMMasterConfig, output: Path | None) -> None:
     with ModelRun(config, console) as run:
         scores = score_pairs(config, run)
     console.close()
+    _require_finite(model_of(config), scores)
     folder = output if output is not None else next_free(Path(config.logger.log_dir), OUTPUT_NAME)
     estimates = estimates_of(torch.tensor(list(scores.values()), dtype=torch.float64))
     _write(config, scores, estimates, folder)
@@ -71,6 +73,17 @@ def score_pairs(config: RMMasterConfig, run: ModelRun) -> dict[str, list[float]]
             names = [name.removesuffix(" (chosen)") for name in batch.sample_ids[0::2]]
             scores |= zip(names, policy.scores(batch).view(-1, 2).tolist(), strict=True)
     return scores
+
+
+def _require_finite(model: str, scores: Mapping[str, list[float]]) -> None:
+    """Raise a `ConfigurationError` if scores are NaN or infinite: they compare with no other, and JSON has no such
+    numbers."""
+    if broken := {name: pair for name, pair in scores.items() if not all(map(math.isfinite, pair))}:
+        name, (chosen, rejected) = next(iter(broken.items()))
+        raise ConfigurationError(
+            f"policy.model_name: got {model}, which scores {len(broken):,} of {counted(len(scores), 'pair')} with NaN"
+            f" or infinity, expected finite scores; the first: {name} (chosen {chosen:g}, rejected {rejected:g})"
+        )
 
 
 def estimates_of(scores: Float[Tensor, "pairs 2"]) -> dict[str, Estimate]:
