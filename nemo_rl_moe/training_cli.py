@@ -56,7 +56,7 @@ starts nothing. Shows, in the order of the data,
 
   sft   conversations, with trained tokens, context, and tokens truncated at policy.max_total_sequence_length
   dpo   the chosen and the rejected response of each pair, with the prompt
-  rm    the same as dpo
+  rm    the same as dpo, each response up to the token whose score is taken
   grpo  the prompts as the model gets them
 
 and the numbers of samples and tokens, the longest sample, skipped lines, and parts of conversations that the chat

@@ -20,6 +20,7 @@ from nemo_rl_moe.data.image_tokens import RecordImages
 from nemo_rl_moe.data.margins import Margins
 from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, pair_parser, preference_columns
 from nemo_rl_moe.data.records import Example
+from nemo_rl_moe.data.scored_pairs import up_to_score
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
 from nemo_rl_moe.data.speech import Speech, describe_speech, load_published
@@ -28,6 +29,7 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, counted, printable
 from nemo_rl_moe.launch.prompts import read_training_prompts
 from nemo_rl_moe.launch.setup import announce_speech, images_of_data, read_samples, use_corrected_template
+from nemo_rl_moe.models.classifiers import scored_pad_token_id
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -194,9 +196,12 @@ class _DataReader:
             if isinstance(line, PreferenceRecord)
             for response in (line.chosen, line.rejected)
         )
-        shown = [response for pair in pairs[: self.number] for response in (pair.chosen, pair.rejected)]
-        sequences = self._with_truncated_tokens(config, shown, originals)
-        lengths = [len(response) for pair in pairs for response in (pair.chosen, pair.rejected)]
+        responses = [response for pair in pairs for response in (pair.chosen, pair.rejected)]
+        if isinstance(config, RMMasterConfig):
+            padding = scored_pad_token_id(load_hf_config(config.policy.model_name), self.tokenizer)
+            responses = [up_to_score(response, padding) for response in responses]
+        sequences = self._with_truncated_tokens(config, responses[: 2 * self.number], originals)
+        lengths = [len(response) for response in responses]
         return DataView(sequences, lengths, config.policy.max_total_sequence_length)
 
     def _prompts(self, config: GRPOMasterConfig) -> DataView:
@@ -235,7 +240,7 @@ class _DataReader:
                         longer[result.sample_id] = result
                     if len(longer) == len(cut):
                         break
-        return [ShownSequence(longer.get(example.sample_id, example), max_length) for example in examples]
+        return [ShownSequence(longer.get(example.sample_id, example), len(example)) for example in examples]
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:

@@ -14,7 +14,7 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.loading import dump_resolved
-from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
@@ -101,7 +101,7 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
         rows.append((f"maj@{samples}", summary.majority))
     lines = [
         "",
-        f"{_model_of(config)}: {counted(num_prompts, 'prompt')}, {counted(samples, 'response')} each;"
+        f"{model_of(config)}: {counted(num_prompts, 'prompt')}, {counted(samples, 'response')} each;"
         f" {pass_rule(threshold)}",
         *(f"  {name:<10}{value}" for name, value in rows),
         "  ± standard error over prompts",
@@ -111,12 +111,14 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
     return lines
 
 
-def _model_of(config: GRPOMasterConfig) -> str:
-    adapter = _adapter_of(config)
+def model_of(config: MasterConfig) -> str:
+    """Return the name of the policy's model, with its initial adapter if there is one."""
+    adapter = adapter_of(config)
     return config.policy.model_name if adapter is None else f"{config.policy.model_name} with the adapter {adapter}"
 
 
-def _adapter_of(config: GRPOMasterConfig) -> str | None:
+def adapter_of(config: MasterConfig) -> str | None:
+    """Return the folder of the policy's initial adapter, or None."""
     return None if config.policy.lora is None else config.policy.lora.path
 
 
@@ -150,7 +152,7 @@ def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: floa
     summary = evaluation.summary
     return {
         "model": config.policy.model_name,
-        "adapter": _adapter_of(config),
+        "adapter": adapter_of(config),
         "backend": config.policy.generation.backend,
         "prompts_from": source.path or "sampled",
         "num_prompts": len(evaluation.trajectories) // loop.val_num_generations,

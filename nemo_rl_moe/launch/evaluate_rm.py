@@ -3,6 +3,7 @@
 """Evaluation of a reward model without training: the share of held-out pairs whose chosen response scores higher."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +20,13 @@ from nemo_rl_moe.config.schema import RMMasterConfig
 from nemo_rl_moe.data.loader import sequential_batches
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.errors import ConfigurationError, counted
-from nemo_rl_moe.launch.evaluate import OUTPUT_NAME, RESULTS_FILE
+from nemo_rl_moe.launch.evaluate import OUTPUT_NAME, RESULTS_FILE, adapter_of, model_of
 from nemo_rl_moe.launch.output_folder import next_free, staged
 from nemo_rl_moe.launch.rm import collating, reading
 from nemo_rl_moe.launch.setup import ModelRun, announce_moe, read_samples
 from nemo_rl_moe.models.classifiers import classifier_problem
 from nemo_rl_moe.models.hf_files import load_config_json
+from nemo_rl_moe.models.peft_files import scores_sequences
 from nemo_rl_moe.runs.folder.folder import write_run_files
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -41,10 +43,11 @@ def evaluate_rm(config: RMMasterConfig, output: Path | None) -> None:
     with ModelRun(config, console) as run:
         scores = score_pairs(config, run)
     console.close()
+    _require_finite(model_of(config), scores)
     folder = output if output is not None else next_free(Path(config.logger.log_dir), OUTPUT_NAME)
     estimates = estimates_of(torch.tensor(list(scores.values()), dtype=torch.float64))
     _write(config, scores, estimates, folder)
-    console.message(f"\n{config.policy.model_name}: {counted(len(scores), 'pair')}")
+    console.message(f"\n{model_of(config)}: {counted(len(scores), 'pair')}")
     for name, value in estimates.items():
         console.message(f"  {name:<22}{value}")
     console.message("  ± standard error over pairs")
@@ -55,7 +58,10 @@ def score_pairs(config: RMMasterConfig, run: ModelRun) -> dict[str, list[float]]
     """Return id of a held-out pair -> score of its chosen and of its rejected response."""
     model, source = run.prepare_model(), config.data.validation
     assert source is not None  # the command has checked this
-    if problem := classifier_problem(load_config_json(str(model.source.folder())), model.hf_config):
+    adapter = adapter_of(config)
+    brings_head = adapter is not None and scores_sequences(Path(adapter))
+    problem = classifier_problem(load_config_json(str(model.source.folder())), model.hf_config)
+    if problem is not None and not brings_head:
         raise ConfigurationError(f"policy.model_name: got {config.policy.model_name}, {problem}")
     pairs = read_samples(reading(config), config, source, model.tokenizer, run.console, model.image_rule, model.speech)
     policy = run.start_policy()
@@ -67,6 +73,17 @@ def score_pairs(config: RMMasterConfig, run: ModelRun) -> dict[str, list[float]]
             names = [name.removesuffix(" (chosen)") for name in batch.sample_ids[0::2]]
             scores |= zip(names, policy.scores(batch).view(-1, 2).tolist(), strict=True)
     return scores
+
+
+def _require_finite(model: str, scores: Mapping[str, list[float]]) -> None:
+    """Raise a `ConfigurationError` if scores are NaN or infinite: they compare with no other, and JSON has no such
+    numbers."""
+    if broken := {name: pair for name, pair in scores.items() if not all(map(math.isfinite, pair))}:
+        name, (chosen, rejected) = next(iter(broken.items()))
+        raise ConfigurationError(
+            f"policy.model_name: got {model}, which scores {len(broken):,} of {counted(len(scores), 'pair')} with NaN"
+            f" or infinity, expected finite scores; the first: {name} (chosen {chosen:g}, rejected {rejected:g})"
+        )
 
 
 def estimates_of(scores: Float[Tensor, "pairs 2"]) -> dict[str, Estimate]:
@@ -85,8 +102,13 @@ def _write(
 ) -> None:
     source = config.data.validation
     assert source is not None
-    results: dict[str, Any] = {"model": config.policy.model_name, "pairs_from": source.path, "num_pairs": len(scores)}
-    results |= {name: asdict(value) for name, value in estimates.items()}
+    results: dict[str, Any] = {
+        "model": config.policy.model_name,
+        "adapter": adapter_of(config),
+        "pairs_from": source.path,
+        "num_pairs": len(scores),
+        **{name: asdict(value) for name, value in estimates.items()},
+    }
     lines = [
         json.dumps({"sample_id": name, "chosen": chosen, "rejected": rejected})
         for name, (chosen, rejected) in scores.items()

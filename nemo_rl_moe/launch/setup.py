@@ -34,6 +34,7 @@ from nemo_rl_moe.models.classifiers import (
     classifier_problem,
     is_classifier_config,
     require_token_predictor,
+    scored_pad_token_id,
 )
 from nemo_rl_moe.models.hf_files import (
     HubModel,
@@ -380,8 +381,7 @@ def model_as_classifier(model: PreparedModel) -> PreparedModel:
     hf_config, before = copy.deepcopy(model.hf_config), json.loads(model.files[CONFIG_FILE])
     if is_classifier_config(before) and (problem := classifier_problem(before, hf_config)):
         raise ConfigurationError(f"policy.model_name: got {model.policy.model_name}, {problem}")
-    if hf_config.pad_token_id is None:
-        hf_config.pad_token_id = model.tokenizer.pad_token_id
+    hf_config.pad_token_id = scored_pad_token_id(hf_config, model.tokenizer)
     content = as_classifier(before, model.policy.model_name, hf_config.pad_token_id)
     return replace(model, hf_config=hf_config, files={**model.files, CONFIG_FILE: config_file(content)})
 

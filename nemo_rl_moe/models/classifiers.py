@@ -3,9 +3,12 @@
 """Sequence classifiers of transformers with one label, which score a sequence: their `config.json`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -37,6 +40,12 @@ def classifier_problem(config_json: Mapping[str, Any], hf_config: Any) -> str | 
         return None
     found = f"{architecture} with {hf_config.num_labels} labels" if is_classifier else architecture
     return f"{found}, expected a {_CLASSIFIER} with one label"
+
+
+def scored_pad_token_id(hf_config: Any, tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the padding token of a classifier: its model's, otherwise the tokenizer's, if any."""
+    found: int | None = hf_config.pad_token_id
+    return tokenizer.pad_token_id if found is None else found
 
 
 def _architecture(config_json: Mapping[str, Any]) -> str:

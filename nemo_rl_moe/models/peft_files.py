@@ -282,10 +282,11 @@ def section_of_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def lora_of_folder(folder: Path) -> LoraConfig:
-    """Return the section `policy.lora` of a peft adapter, or of a run's weights or checkpoint."""
+    """Return the section `policy.lora`, without dropout, of a peft adapter, or of a run's weights or checkpoint."""
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
-        return _checked({"use_rslora": False, **section_of_checkpoint(folder), "path": None}, folder)
+        section = {"use_rslora": False, **section_of_checkpoint(folder), "dropout": 0.0, "path": None}
+        return _checked(section, folder)
     content = read_adapter_config(folder)
     names = factor_shapes(folder).keys() - {SCORE}
     section = {

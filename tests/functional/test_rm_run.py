@@ -280,7 +280,7 @@ def test_models_of_other_forms_are_refused_before_ray(
 
 @pytest.mark.parametrize("name", ["step_2", pytest.param("final/adapter", marks=pytest.mark.full)])
 def test_an_adapter_brings_its_head(data: Path, tmp_path: Path, name: str) -> None:
-    """To `convert`, to further training and to the rewards of GRPO; a model that predicts tokens refuses it."""
+    """To `convert`, `evaluate`, further training and the rewards of GRPO; a model that predicts tokens refuses it."""
     base = tmp_path / "base"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sft_runs.MODEL)).save_pretrained(base)
     AutoTokenizer.from_pretrained(sft_runs.MODEL).save_pretrained(base)
@@ -299,7 +299,13 @@ def test_an_adapter_brings_its_head(data: Path, tmp_path: Path, name: str) -> No
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert torch.equal(written["base_model.model.score.weight"], final["score.weight"])
     changes = {**start, "policy__lora": LORA["policy__lora"] | {"path": str(checkpoints / name)}}
-    further, before = train(tmp_path / "further", data, **changes), history_of(tmp_path / "run")
+    before = history_of(tmp_path / "run")
+    results, printed = evaluated(tmp_path / "evaluation", data, changes)
+    assert (results["model"], results["adapter"]) == (str(base), str(checkpoints / name))
+    assert f"{base} with the adapter {checkpoints / name}: {NUM_VALIDATION} pairs" in printed
+    for metric in ("accuracy", "reward_margin", "rewards_chosen_mean", "rewards_rejected_mean"):
+        assert results[metric]["mean"] == pytest.approx(before[f"val/{metric}"][-1][1], abs=1e-5)
+    further = train(tmp_path / "further", data, **changes)
     assert further["val/rewards_chosen_mean"][0][1] == pytest.approx(before["val/rewards_chosen_mean"][-1][1], abs=1e-5)
     of_adapter = rewards_of(tmp_path / "adapted", base, str(checkpoints / name))
     assert of_adapter == pytest.approx(rewards_of(tmp_path / "merged_run", checkpoints / "final", None), abs=1e-5)
@@ -309,6 +315,13 @@ def test_an_adapter_brings_its_head(data: Path, tmp_path: Path, name: str) -> No
     (line,) = shared_ray.run_here(words, tmp_path, exit_code=2).stderr.splitlines()
     refusal = "an adapter of a reward model with its head, expected one of a model that predicts tokens"
     assert line == f"error: policy.lora.path: got {checkpoints / name}, {refusal}"
+
+
+def evaluated(folder: Path, data: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The results of an evaluation of a reward model, and what it prints."""
+    words = ["evaluate", "--config", str(rm_runs.EXEMPLAR), "--output", str(folder / "out")]
+    done = shared_ray.run_here([*words, *rm_runs.settings(folder, data, **changes)], folder)
+    return json.loads((folder / "out" / "results.json").read_text()), done.stdout
 
 
 def rewards_of(folder: Path, model: Path, adapter: str | None) -> list[float]:

@@ -24,6 +24,10 @@ from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
 ADDS_A_PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %};<think>{% endif %}"
+ENDS_TURNS = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content + eos_token -}}"
+    "{%- endgeneration -%};{%- else -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
+)
 SPEECH = (
     "stop tokens: ",
     "no stop token: ",
@@ -135,6 +139,30 @@ def test_pairs_with_what_was_cut_of_each(config: str, tmp_path: Path, shown: Cal
         "\npairs.jsonl:1 (rejected): 64 tokens, 60 to train on, more than 200 truncated\n"
         f"1+1=[[{'3' * 60}]]{{{{{'3' * 200}}}}}{{{{ ...}}}}"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "padding", "chosen", "rejected"),
+    [
+        ("dpo_tiny_moe.yaml", "<pad>", "[[2<eos>]];", f"[[4<eos>]];{'5' * 57}{{{{{'5' * 43}6<eos>;}}}}"),
+        ("rm_tiny_moe.yaml", "<pad>", "[[2<eos>]]", f"[[4<eos>]]{{{{;{'5' * 100}6<eos>;}}}}"),
+        ("rm_tiny_moe.yaml", "<eos>", "[[2]]", f"[[4]]{{{{<eos>;{'5' * 100}6<eos>;}}}}"),
+    ],
+)
+def test_pairs_of_a_reward_model_end_with_the_token_of_their_score(
+    config: str, padding: str, chosen: str, rejected: str, tmp_path: Path, shown: Callable[..., str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, "pad_token_id": ["<pad>", "<eos>"].index(padding)}))
+    (model / "chat_template.jinja").write_text(ENDS_TURNS)
+    turns = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "5" * 100}]
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": [*turns, {"role": "assistant", "content": "6"}]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    text = shown("data.train.path=pairs.jsonl", f"policy.model_name={model}", config=config)
+    assert text.splitlines()[-1] == f"1+1={rejected}"
+    assert text.splitlines()[-4] == f"1+1={chosen}"
 
 
 def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[..., str]) -> None:

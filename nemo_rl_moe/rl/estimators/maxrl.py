@@ -43,15 +43,26 @@ def maxrl_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generatio
 
 def rewards_are_not_lowered(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that no setting makes rewards negative."""
+    from nemo_rl_moe.config.schema_mixture import environment_key  # imports this module
+
+    reason = "with grpo.adv_estimator.name maxrl, which divides by the mean reward: a {} could make it negative"
+    penalty = reason.format("penalty")
     for key, is_on in (
         ("grpo.reward_shaping.enabled", config.grpo.reward_shaping.enabled),
         ("loss_fn.use_kl_in_reward", config.loss_fn.use_kl_in_reward),
     ):
         if is_on:
-            yield (
-                f"{key}: got true, expected false with grpo.adv_estimator.name maxrl, which divides by the mean reward:"
-                " a penalty could make it negative"
-            )
+            yield f"{key}: got true, expected false {penalty}"
+    if config.reward_model is not None and config.reward_model.weight:
+        weight = config.reward_model.weight
+        yield f"reward_model: got weight {weight:g}, expected null, or weight 0, {reason.format('score')}"
+    for name, env in config.env.environments.items():
+        section = environment_key(name)
+        for reward, weight in (env.reward_weights or {}).items():
+            if weight < 0:
+                yield f"{section}.reward_weights.{reward}: got {weight:g}, expected 0 or more {penalty}"
+        if env.driver.kind == "tools" and env.driver.call_cost:
+            yield f"{section}.driver.call_cost: got {env.driver.call_cost:g}, expected 0 {penalty}"
 
 
 MAXRL = Estimator("maxrl", maxrl_advantages, rules=(rewards_are_not_scaled, rewards_are_not_lowered))

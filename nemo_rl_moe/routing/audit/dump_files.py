@@ -36,14 +36,15 @@ FORMATS = (AUTO, CAPTURE, *ADAPTERS, TRACE)
 Steps = tuple[int | None, int | None]
 
 
+def is_chosen(step: int, chosen: Steps | None) -> bool:
+    """Return whether a step is among the chosen ones, from the first to the last one."""
+    first, last = chosen or (None, None)
+    return (first is None or step >= first) and (last is None or step <= last)
+
+
 def only_chosen(steps: dict[int, list[Path]], chosen: Steps | None, path: Path) -> dict[int, list[Path]]:
     """Return the chosen steps. Raise a DataError if there are none."""
-    first, last = chosen or (None, None)
-    kept = {
-        step: paths
-        for step, paths in steps.items()
-        if (first is None or step >= first) and (last is None or step <= last)
-    }
+    kept = {step: paths for step, paths in steps.items() if is_chosen(step, chosen)}
     if not kept:
         raise DataError(f"{path}: holds {'none of the chosen steps' if chosen else 'no step'}")
     return kept
@@ -58,26 +59,25 @@ class Files:
         """Unreadable file of a folder -> reason."""
         self.partly: dict[Path, str] = {}
         """File of JSON lines with unreadable lines -> message."""
-        self.left_out: list[Path] = []
-        """Files of other known kinds, which need a separate audit."""
+        self.left_out: dict[int, list[Path]] = {}
+        """Step -> its files of other known kinds, which need a separate audit."""
         steps = files_by_step(path)
+        if not steps:
+            raise DataError(f"{path}: holds neither {DESCRIPTION_FILE} nor files of a format that is read")
+        steps = only_chosen(steps, chosen, path)
         if path.is_dir():
-            if not steps:
-                raise DataError(f"{path}: holds neither {DESCRIPTION_FILE} nor files of a format that is read")
             known = next((file for files in steps.values() for file in files if self._may_be(file, kind)), None)
             if known is None:
                 raise DataError([_unknown(path), *(f"not read: {text}" for text in self.unread.values())])
             # Other kinds of files in the folder may belong to other programs.
-            others = [file for files in steps.values() for file in files if file.suffix != known.suffix]
+            firsts = {file.suffix: file for files in reversed(steps.values()) for file in reversed(files)}
+            others = {suffix for suffix, file in firsts.items() if suffix != known.suffix and _is_recognised(file)}
+            self.left_out = {step: [file for file in files if file.suffix in others] for step, files in steps.items()}
             steps = {step: [file for file in files if file.suffix == known.suffix] for step, files in steps.items()}
             steps = {step: files for step, files in steps.items() if files}
-            for suffix in sorted({file.suffix for file in others}):
-                of_kind = [file for file in others if file.suffix == suffix]
-                if _is_recognised(of_kind[0]):
-                    self.left_out += of_kind
         else:
             known = path
-        self.steps = only_chosen(steps, chosen, path)
+        self.steps = steps
         name = (recognised(load(known)) or "") if kind == AUTO else kind
         if name not in ADAPTERS:
             raise DataError(_unknown(path))

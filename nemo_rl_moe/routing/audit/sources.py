@@ -15,7 +15,16 @@ import numpy as np
 
 from nemo_rl_moe.errors import DataError, counted
 from nemo_rl_moe.routing.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.routing.audit.dump_files import AUTO, CAPTURE, FORMATS, CapturedRoutes, Files, Steps, only_chosen
+from nemo_rl_moe.routing.audit.dump_files import (
+    AUTO,
+    CAPTURE,
+    FORMATS,
+    CapturedRoutes,
+    Files,
+    Steps,
+    is_chosen,
+    only_chosen,
+)
 from nemo_rl_moe.routing.audit.partners import Partners
 from nemo_rl_moe.runs.folder.capture_folder import (
     described_by,
@@ -80,7 +89,7 @@ def open_source(
         if place is not None and not place.exists():
             raise DataError(f"{name}{place}: there is no such file or folder{_format_hint(place)}")
     files = Files(path, kind, model, chosen)
-    converted = _Converted(files, None if training is None else _training_files(training, model))
+    converted = _Converted(files, None if training is None else _training_files(training, model), chosen)
     description = converted.description()
     if all(file in files.unread for of_step in files.steps.values() for file in of_step):
         raise DataError(list(files.unread.values()))
@@ -156,14 +165,19 @@ def _training_files(path: Path, model: RouterShape | None) -> Files | CapturedRo
 
 
 class _Converted:
-    def __init__(self, files: Files, training: Files | CapturedRoutes | None):
+    def __init__(self, files: Files, training: Files | CapturedRoutes | None, chosen: Steps | None):
         self._files, self.training, self._model = files, training, files.model
         self.notices: list[str] = []
-        if files.left_out:
-            self.notices.append(
-                f"{counted(len(files.left_out), 'file')} of another kind not read, such as {files.left_out[0].name}: an"
-                " audit reads one kind of file"
-            )
+        for side, prefix in ((files, ""), (training, "--training: ")):
+            if not isinstance(side, Files):
+                continue
+            # Partners finds sequences of any step in training files of a single step.
+            is_read = [step for step in side.left_out if is_chosen(step, chosen) or list(side.steps) == [step]]
+            if left_out := [file for step in is_read for file in side.left_out[step]]:
+                self.notices.append(
+                    f"{prefix}{counted(len(left_out), 'file')} of another kind not read, such as {left_out[0].name}: an"
+                    " audit reads one kind of file"
+                )
 
     def description(self) -> CaptureDescription:
         """Return the capture's layers and experts: from the model's configuration or, without one, from all files."""

@@ -391,6 +391,25 @@ BROKEN: dict[str, dict[tuple[str, ...], str]] = {
             "loss_fn.reference_policy_kl_type=k1",
         ): "loss_fn.use_kl_in_reward: got true, expected false with grpo.adv_estimator.name maxrl, which divides by the"
         " mean reward: a penalty could make it negative",
+        (
+            *REWARD_MODEL,
+            *UNSCALED,
+            f"{ESTIMATOR}=maxrl",
+        ): "reward_model: got weight 0.5, expected null, or weight 0, with grpo.adv_estimator.name maxrl, which divides"
+        " by the mean reward: a score could make it negative",
+        (
+            *CALLABLE,
+            *UNSCALED,
+            f"{WEIGHTS}={{accuracy: 1.0, length: -0.5}}",
+            f"{ESTIMATOR}=maxrl",
+        ): f"{WEIGHTS}.length: got -0.5, expected 0 or more with grpo.adv_estimator.name maxrl, which divides by the"
+        " mean reward: a penalty could make it negative",
+        (
+            "env.driver={kind: tools, tools: [calculator], call_cost: 0.25}",
+            *UNSCALED,
+            f"{ESTIMATOR}=maxrl",
+        ): "env.driver.call_cost: got 0.25, expected 0 with grpo.adv_estimator.name maxrl, which divides by the mean"
+        " reward: a penalty could make it negative",
     },
     "probabilities_are_of_all_tokens": {
         (
@@ -540,6 +559,9 @@ def test_every_rule_has_a_broken_example() -> None:
         ("grpo.val_temperature=0.0", "grpo.val_num_generations=1"),
         ("grpo.adv_estimator.normalize_over=batch", "grpo.advantage_clip_high=3.0", "grpo.advantage_clip_low=0.0"),
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce", "grpo.adv_estimator.normalize_rewards=false"),
+        (*UNSCALED, f"{ESTIMATOR}=maxrl", *REWARD_MODEL, "reward_model.weight=0.0"),
+        (*UNSCALED, f"{ESTIMATOR}=maxrl", *CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, length: 0.0}}"),
+        (*UNSCALED, f"{ESTIMATOR}=maxrl", *TOOLS),
         ("grpo.dynamic_sampling_max_groups=1",),
         ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_groups=1000"),
         (*AHEAD, "grpo.use_dynamic_sampling=true"),

@@ -5,20 +5,22 @@
 import argparse
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.loading import load_any_config, load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from nemo_rl_moe.launch import evaluate_command, generate_command
+from nemo_rl_moe.launch import evaluate_command, generate_command, serve_command
 from nemo_rl_moe.launch.generate import _with_positions_of_the_model, generate
 from nemo_rl_moe.launch.generate_command import EXAMPLES, OPTIONS
 from nemo_rl_moe.launch.output_folder import next_free
+from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe")
 GENERATE = ["generate", "--model", MODEL, "--prompts", "prompts.txt"]
@@ -151,6 +153,20 @@ def test_an_adapters_rank_and_scale_come_from_its_folder(tmp_path: Path) -> None
     with pytest.raises(ConfigurationError) as caught:
         generate_command.load(options, [])
     assert caught.value.problems[0].startswith(f"--adapter: {tmp_path} holds no adapter")
+
+
+@pytest.mark.parametrize("command", [generate_command, serve_command], ids=["generate", "serve"])
+def test_a_checkpoint_trained_with_dropout_samples_without_it(command: ModuleType, tmp_path: Path) -> None:
+    trained = load_any_config("sft_tiny_moe_lora.yaml", ["policy.lora.dropout=0.05"], check_paths=False)
+    (tmp_path / "step_2" / MEGATRON_WEIGHTS_FOLDER).mkdir(parents=True)
+    (tmp_path / "step_2" / "state.json").write_text(json.dumps({"config": trained.model_dump(mode="json")}))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = GENERATE[1:] if command is generate_command else GENERATE[1:3]
+    options = parser.parse_args([*words, "--adapter", str(tmp_path / "step_2")])
+    lora = command.load(options, ["policy.init=random"]).policy.lora
+    assert trained.policy.lora is not None
+    assert lora == trained.policy.lora.model_copy(update={"dropout": 0.0, "path": str(tmp_path / "step_2")})
 
 
 def test_default_output_is_the_next_free_folder(tmp_path: Path) -> None:

@@ -616,3 +616,35 @@ def test_files_of_another_kind_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert note in capsys.readouterr().out
     main(["audit", str(EXAMPLES / "slime" / "healthy")])
     assert "another kind" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "rollout", "training"),
+    [
+        ([], ["1 file of another kind not read, such as rollout_9.jsonl"], "2 files"),
+        (["--steps", "3"], [], "1 file"),
+    ],
+)
+@pytest.mark.parametrize("stem", ["3", "routes"])  # training of a single step may have another number
+def test_files_of_another_kind_are_those_of_chosen_steps_on_both_sides(
+    steps: list[str],
+    rollout: list[str],
+    training: str,
+    stem: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dumps, routes, other = tmp_path / "dumps", tmp_path / "routes", EXAMPLES / "nemo_rl/log/train_data_step3.jsonl"
+    shutil.copytree(EXAMPLES / "slime" / "healthy", dumps)
+    shutil.copy(other, dumps / "rollout_9.jsonl")
+    if steps:
+        (dumps / "2.pt").write_bytes(b"")
+    routes.mkdir()
+    shutil.copy(EXAMPLES / "transformers" / "3.safetensors", routes / f"{stem}.safetensors")
+    for name in (f"{stem}_other", "9"):
+        shutil.copy(other, routes / f"{name}.jsonl")
+    main(["audit", str(dumps), "--model", str(EXAMPLES / "model"), "--training", str(routes), *steps, "--json", "-"])
+    (found,) = json.loads(capsys.readouterr().out)
+    notices = [notice for notice in found["notices"] if "not read" in notice]
+    expected = [*rollout, f"--training: {training} of another kind not read, such as {stem}_other.jsonl"]
+    assert notices == [f"{text}: an audit reads one kind of file" for text in expected]
