@@ -51,7 +51,7 @@ class Partners:
 
     def reported(self, step: int) -> str:
         """Return a notice about sequences that the training files lack, or an empty text."""
-        if not self._joined:
+        if self._missing and not self._joined:
             raise DataError(f"--training {self._path}: has the token ids of no sequence of step {step}")
         total = self._joined + self._missing
         return f"step {step}: --training has {self._joined} of {total} sequences" if self._missing else ""

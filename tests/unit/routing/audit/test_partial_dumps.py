@@ -61,6 +61,16 @@ def test_the_first_file_may_be_half_written(tmp_path: Path) -> None:
     assert main(["audit", str(tmp_path), "--model", str(MODEL)]) == 0
 
 
+def test_training_without_a_partner_for_a_step_that_cannot_be_read_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(EXAMPLES / "vllm" / "healthy" / "3.jsonl", tmp_path)
+    (tmp_path / "4.jsonl").write_text('{"half')
+    words = ["--training", str(EXAMPLES / "verl" / "healthy"), "--model", str(MODEL)]
+    assert main(["audit", str(tmp_path), *words]) == 0
+    assert "4.jsonl" in capsys.readouterr().out
+
+
 def test_nothing_that_can_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "1.pt").write_bytes(b"PK\x03\x04")
     (tmp_path / "2.pt").write_bytes(b"")
