@@ -39,7 +39,8 @@ def gather_sequences(part: Tensor, lengths: Sequence[int], group: ProcessGroup) 
     for length in lengths:
         here = slice(begin // size, (begin + length) // size)
         for rank in range(size):
-            whole = whole.index_copy(0, begin + positions_of_rank(length, rank, size), gathered[rank, here])
+            positions = begin + positions_of_rank(length, rank, size).to(part.device)
+            whole = whole.index_copy(0, positions, gathered[rank, here])
         begin += length
     return whole
 
