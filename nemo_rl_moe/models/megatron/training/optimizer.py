@@ -18,6 +18,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -108,8 +109,8 @@ def wrap_data_parallel(
 def _wait_for_weights_of_uncalled_modules(chunk: DistributedDataParallel) -> None:
     """Let a module that reads another's weights without a call wait for them. Megatron-Core waits in calls."""
 
-    def wait_for(read: nn.Module) -> None:
-        for parameter in read.parameters():
+    def wait_for(read: Sequence[nn.Parameter]) -> None:
+        for parameter in read:
             if (group := chunk.param_to_bucket_group.get(parameter)) is not None:  # None: frozen
                 group.finish_param_sync()
 
@@ -117,13 +118,16 @@ def _wait_for_weights_of_uncalled_modules(chunk: DistributedDataParallel) -> Non
         reader.register_forward_pre_hook(lambda _module, _inputs, read=read: wait_for(read))
 
 
-def _reads_without_call(chunk: DistributedDataParallel) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield pairs of a called module, and the module whose weights are read in the call or right after it."""
+def _reads_without_call(chunk: DistributedDataParallel) -> Iterator[tuple[nn.Module, Sequence[nn.Parameter]]]:
+    """Yield pairs of a called module, and the weights of another that are read in the call or right after it."""
     for module in chunk.modules():
         if isinstance(module, RecurrentMixer):
-            yield module, module.conv1d
+            yield module, list(module.conv1d.parameters())
         if isinstance(module, GPTModel) and module.post_process:  # the chunked head is after the last norm
-            yield module.decoder.final_layernorm, module.output_layer
+            yield module.decoder.final_layernorm, list(module.output_layer.parameters())
+        # A measurement reads the gate before the call of the shared experts. With overlap they are never called.
+        if isinstance(module, MoELayer) and getattr(module.shared_experts, "gate_weight", None) is not None:
+            yield module, [module.shared_experts.gate_weight]
 
 
 def build_optimizer(

@@ -20,7 +20,7 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_reference import trainer_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.mtp_layers import write_with_mtp_layers
-from tests.support.quick_list import listed, some_of
+from tests.support.quick_list import full, listed, some_of
 from tests.support.tiny_model import parallel_job, tiny_batch, tiny_policy
 from tests.support.training_run import tiny_trainer
 from tests.support.vision_models import MODELS as VISION_MODELS
@@ -105,6 +105,16 @@ def _train_folder(folder: str, model_type: str, changes: dict[str, Any]) -> tupl
 @pytest.mark.parametrize("family", listed(FAMILY_MODELS, QUICK, IN_FULL))
 def test_no_weight_is_read_before_it_is_there(family: str) -> None:
     for too_early, num_read, _ in run_ranks(_train, 2, family, LATE_WEIGHTS):
+        assert too_early == set()
+        assert num_read > 10
+
+
+@pytest.mark.parametrize("overlaps", [True, full(False)])
+def test_no_gate_of_shared_experts_is_read_before_it_is_there(overlaps: bool) -> None:
+    """The gate is measured before the experts are called, which overlapped experts never are."""
+    a_bucket_for_each = {"distributed_data_parallel_config__bucket_size": 20}
+    changes = {**LATE_WEIGHTS, **a_bucket_for_each, "moe_shared_expert_overlap": overlaps}
+    for too_early, num_read, _ in run_ranks(_train, 2, "qwen2_moe", changes):
         assert too_early == set()
         assert num_read > 10
 
