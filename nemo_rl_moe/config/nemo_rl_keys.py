@@ -142,6 +142,9 @@ def row_of(key: str) -> Row | None:
 def counterpart_of(key: str) -> str | None:
     """Return the end of an error line that gives the key here for a key of NeMo-RL. None if NeMo-RL has no such key."""
     row = _BY_KEY.get(key, _BY_KEY.get(f"{key}.*"))
+    below = [row for name, row in _BY_KEY.items() if name.startswith(f"{key}.") and row.ours is not None]
+    if key not in _BY_KEY and len(below) > 1 and len({row.ours for row in below}) == 1:
+        row = below[0]  # all keys of the section are of one section here
     if row is None or row.ours == key:
         return None
     if row.ours is None:

@@ -37,7 +37,7 @@ from nemo_rl_moe.models.model_files import (
     missing_code_line,
     write_model_files,
 )
-from nemo_rl_moe.models.peft_files import ExpertForm, lora_of_folder, scores_sequences
+from nemo_rl_moe.models.peft_files import ExpertForm, is_merged_into, lora_of_folder, scores_sequences
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
@@ -129,6 +129,10 @@ def _check_folders(conversion: Conversion) -> None:
         raise ConfigurationError(f"--experts: got {conversion.experts}, but only --to adapter uses --experts")
     if conversion.adapter is not None and not conversion.adapter.is_dir():
         raise ConfigurationError(f"--adapter: got {str(conversion.adapter)!r}, which is no folder")
+    if conversion.adapter is not None and is_merged_into(conversion.adapter, source):
+        raise ConfigurationError(
+            f"--adapter: {conversion.adapter} is merged into --input {source} already; expected the base that it adapts"
+        )
     require_free(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"--output: {target} lies in the input's folder; choose another place")

@@ -18,6 +18,7 @@ from nemo_rl_moe.models.peft_files import (
     WEIGHTS_FILE,
     factor_shapes,
     folder_of_peft,
+    is_merged_into,
     is_of_attention,
     named_in,
     read_adapter_config,
@@ -33,6 +34,10 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
     """
     if lora.path is None:
         return []
+    if base is not None and is_merged_into(Path(lora.path), base):
+        return [
+            f"policy.lora.path: {lora.path} is merged into {base} already; expected the base that it was trained on"
+        ]
     folder = folder_of_peft(Path(lora.path))
     own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if holds_megatron_weights(folder):

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from nemo_rl_moe.checksums import INVENTORY_FILE_NAME
 from nemo_rl_moe.config.schema_lora import LoraConfig, lora_scale
 from nemo_rl_moe.config.schema_run import CRITIC_ROLE
 from nemo_rl_moe.errors import ConfigurationError
@@ -265,6 +266,13 @@ def folder_of_peft(folder: Path) -> Path:
     """Return the adapter's folder within a folder of a run's final weights. Other folders are returned unchanged."""
     inner = folder / ADAPTER_FOLDER
     return inner if not (folder / CONFIG_FILE).is_file() and inner.is_dir() else folder
+
+
+def is_merged_into(adapter: Path, base: Path) -> bool:
+    """Return whether an adapter lies in the final folder of its run, whose weights contain it."""
+    folder = folder_of_peft(adapter).resolve()
+    is_in_base = folder.name == ADAPTER_FOLDER and folder.parent == base.resolve()
+    return is_in_base and (base / INVENTORY_FILE_NAME).is_file()
 
 
 def section_of_checkpoint(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.config.loading import load_any_config, problems_of_translation
 from nemo_rl_moe.config.nemo_rl import translate
+from nemo_rl_moe.config.nemo_rl_keys import counterpart_of
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, write
@@ -134,3 +135,9 @@ def test_a_distillation_without_a_teacher_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, COMMON, GENERATION, DISTILLATION.replace("teacher:", "teachers:"))
     (line,) = problems_of_translation(translate(path))
     assert line == "distillation.teachers: no section teacher there: name the models to learn from"
+
+
+def test_a_section_whose_keys_are_of_one_section_here_has_it_as_its_counterpart() -> None:
+    assert counterpart_of("teacher") == (
+        "; NeMo-RL's teacher is distillation.teachers here (the name of the one teacher is `teacher`)"
+    )

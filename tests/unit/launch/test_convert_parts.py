@@ -71,6 +71,16 @@ def test_a_model_many_times_as_large_as_its_files_is_refused(tmp_path: Path) -> 
         _check_size(held, 17)
 
 
+def test_an_adapter_is_not_added_to_the_weights_that_contain_it(tmp_path: Path) -> None:
+    final, output = tmp_path / "final", tmp_path / "out"
+    (final / "adapter").mkdir(parents=True)
+    (final / "files.json").write_text("{}")
+    for adapter in (final, final / "adapter"):
+        with pytest.raises(ConfigurationError, match=f"--adapter: {adapter} is merged into --input {final} already"):
+            convert(Conversion("hf", "hf", final, output, None, adapter))
+    assert not output.exists()
+
+
 def test_output_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "new" / "out"
     with _staged(target) as staging:

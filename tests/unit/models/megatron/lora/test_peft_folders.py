@@ -278,6 +278,19 @@ def test_an_adapter_of_more_or_fewer_layers_is_of_another_base(
     assert line.endswith(said.format(base))
 
 
+def test_an_adapter_is_not_added_to_the_weights_that_contain_it(tmp_path: Path) -> None:
+    """The final folder of a run has merged weights with an inventory, and the adapter in a folder."""
+    (tmp_path / "adapter").mkdir()
+    _folder(tmp_path / "adapter")
+    (tmp_path / "files.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "adapter"):
+        (line,) = adapter_problems(_section(path), tmp_path)
+        assert (
+            line
+            == f"policy.lora.path: {path} is merged into {tmp_path} already; expected the base that it was trained on"
+        )
+
+
 def test_an_adapter_without_experts_is_refused_where_they_are_asked_for(tmp_path: Path) -> None:
     assert _problems_of(tmp_path, experts="per_expert") == [
         "policy.lora.experts: got per_expert, but policy.lora.path adapter has no adapters of routed experts"
