@@ -352,7 +352,7 @@ def train_adapters(settings: RunSettings) -> LoraRun:
 
 
 def assert_same_run(runs: list[LoraRun], expected: LoraRun, rounding: float = 5e-6) -> None:
-    """A job's ranks train as one rank does. Gradient norms may differ by `rounding`, relative, and factors by it or 1e-5."""
+    """A job's ranks train as one rank does. Gradient norms may differ by `rounding`, factors by it or 1e-5."""
     found, wanted = whole_factors([run.factors for run in runs]), whole_factors([expected.factors])
     assert found.keys() == wanted.keys()
     for run in runs:
